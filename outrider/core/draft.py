@@ -1,0 +1,120 @@
+"""Draft trees: what a drafter proposes, as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from outrider.core.dist import Dist
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A tree of T proposed tokens; a chain is the tree whose every node has one child.
+
+    ``tokens[i]`` hangs under ``parents[i]`` (-1 = the last committed token); a parent comes before its child, and
+    siblings are visited in order of their index. ``q[i]`` is the distribution that ``tokens[i]`` was really drawn
+    from, with the earlier siblings removed where it was drawn without replacement; None means the token was certain
+    (a point mass). Rows from ``n_verify`` on are probes: the target scores them, verification never accepts them.
+    ``reason`` says why a drafter that was given a budget proposed nothing.
+    """
+
+    tokens: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()
+    q: tuple[Dist | None, ...] = ()
+    n_verify: int = -1
+    confidence: tuple[float, ...] | None = None
+    reason: str = ""
+    depths: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if self.n_verify < 0:
+            object.__setattr__(self, "n_verify", len(self.tokens))
+        if not len(self.tokens) == len(self.parents) == len(self.q) >= self.n_verify:
+            raise ValueError(
+                f"draft of {len(self.tokens)} tokens has {len(self.parents)} parents, {len(self.q)} q"
+            )
+        depths: list[int] = []
+        for node, parent in enumerate(self.parents):
+            if not -1 <= parent < node:
+                raise ValueError(
+                    f"draft node {node} has parent {parent}; a parent must come before its child"
+                )
+            depths.append(1 if parent < 0 else depths[parent] + 1)
+        object.__setattr__(self, "depths", tuple(depths))
+
+    @staticmethod
+    def chain(tokens: Sequence[int], q: Sequence[Dist | None] | None = None) -> Draft:
+        """Tokens one after the other; without ``q`` each was certain."""
+        n = len(tokens)
+        return Draft(tuple(tokens), tuple(range(-1, n - 1)), tuple(q) if q is not None else (None,) * n)
+
+    @staticmethod
+    def tree(tokens: Sequence[int], parents: Sequence[int], q: Sequence[Dist | None] | None = None) -> Draft:
+        """Tokens under their parents; without ``q`` each was certain."""
+        return Draft(tuple(tokens), tuple(parents), tuple(q) if q is not None else (None,) * len(tokens))
+
+    @staticmethod
+    def branches(paths: Sequence[Sequence[int]], budget: int) -> Draft:
+        """Merges certain continuations, best first, into one tree of at most ``budget`` nodes, sharing prefixes."""
+        tokens: list[int] = []
+        parents: list[int] = []
+        children: dict[tuple[int, int], int] = {}
+        for path in paths:
+            node = -1
+            for token in path:
+                known = children.get((node, token))
+                if known is None:
+                    if len(tokens) == budget:
+                        break
+                    known = children[node, token] = len(tokens)
+                    tokens.append(token)
+                    parents.append(node)
+                node = known
+        return Draft.tree(tokens, parents)
+
+    @staticmethod
+    def nothing(reason: str = "") -> Draft:
+        """No proposal, and why."""
+        return Draft(reason=reason)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether every node hangs under the node before it."""
+        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+
+    def children(self, node: int) -> list[int]:
+        """The verifiable children of ``node`` (-1 = the last committed token), in order."""
+        return [i for i in range(node + 1, self.n_verify) if self.parents[i] == node]
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the root's child down to ``node``, both included; empty for -1."""
+        nodes: list[int] = []
+        while node >= 0:
+            nodes.append(node)
+            node = self.parents[node]
+        return nodes[::-1]
+
+    def truncated(self, budget: int) -> Draft:
+        """The first ``budget`` nodes. Keeping a prefix of the rows never depends on the drawn tokens' values."""
+        if len(self) <= budget:
+            return self
+        return Draft(
+            self.tokens[:budget],
+            self.parents[:budget],
+            self.q[:budget],
+            min(self.n_verify, budget),
+            None if self.confidence is None else self.confidence[:budget],
+        )
+
+    def ancestor_words(self) -> list[list[int]]:
+        """Per node, the bit mask of its ancestors and itself over the draft's nodes, in signed 64-bit words."""
+        words = (len(self) + 63) // 64
+        masks: list[int] = []
+        for node, parent in enumerate(self.parents):
+            masks.append((masks[parent] if parent >= 0 else 0) | (1 << node))
+        signed = [[(m >> (64 * w)) & ((1 << 64) - 1) for w in range(words)] for m in masks]
+        return [[w - (1 << 64) if w >> 63 else w for w in row] for row in signed]

@@ -1,0 +1,169 @@
+"""What one request asks for: how to sample, when to stop, and whether to speculate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.errors import SettingError
+
+LogitsProcessor = Callable[[Sequence[int], Sequence[int], NDArray[np.floating]], NDArray[np.floating]]
+"""``processor(prompt_ids, output_ids, logits[V]) -> logits[V]``: called at every draft node with that node's own
+history; it must be a pure function of its arguments and may change ``logits`` in place."""
+
+
+def _require(ok: bool, setting: str, given: object, allowed: str) -> None:
+    if not ok:
+        raise SettingError(f"{setting} is {given!r}; allowed is {allowed}")
+
+
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Settings of one request. Every rule is applied at every draft node with that node's own history.
+
+    ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off; of tokens that tie at the edge of top-k the lower
+    id stays. ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and ``frequency_penalty`` the output
+    only. ``stop`` strings and ``stop_token_ids`` end the answer; before ``min_tokens`` outputs exist, EOS and stop tokens
+    cannot be drawn and a stop string that is already complete does not count. ``logprobs`` asks for the chosen token
+    and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = None
+    banned_token_ids: tuple[int, ...] = ()
+    processors: tuple[LogitsProcessor, ...] = ()
+    seed: int | None = None
+    n: int = 1
+    max_tokens: int = 256
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        for name in ("stop", "stop_token_ids", "banned_token_ids", "processors"):
+            object.__setattr__(self, name, tuple(getattr(self, name)))
+        if self.allowed_token_ids is not None:
+            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
+        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        self._check()
+
+    def _check(self) -> None:
+        t, p, m = self.temperature, self.top_p, self.min_p
+        _require(_number(t) and t >= 0, "temperature", t, "a number >= 0 (0 is greedy)")
+        _require(_number(p) and 0 < p <= 1, "top_p", p, "a number above 0 and at most 1 (1 is off)")
+        _require(
+            _whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number >= 0 (0 is off)"
+        )
+        _require(_number(m) and 0 <= m <= 1, "min_p", m, "a number from 0 (off) to 1")
+        r = self.repetition_penalty
+        _require(_number(r) and r > 0, "repetition_penalty", r, "a number above 0 (1 is off)")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
+        for token, bias in self.logit_bias.items():
+            _require(
+                _whole(token) and token >= 0, "logit_bias", token, "token ids (whole numbers >= 0) as keys"
+            )
+            ok = isinstance(bias, (int, float)) and not math.isnan(bias) and bias != math.inf
+            _require(ok, f"logit_bias[{token}]", bias, "a finite number, or -inf to ban the token")
+        for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+            ids = getattr(self, name) or ()
+            _require(all(_whole(i) and i >= 0 for i in ids), name, ids, "token ids (whole numbers >= 0)")
+        _require(self.allowed_token_ids != (), "allowed_token_ids", (), "at least one token id, or None")
+        _require(all(callable(f) for f in self.processors), "processors", self.processors, "callables")
+        s = self.seed
+        _require(
+            s is None or (_whole(s) and 0 <= s < 2**63),
+            "seed",
+            s,
+            "a whole number from 0 to 2**63 - 1, or None",
+        )
+        _require(_whole(self.n) and 1 <= self.n <= 128, "n", self.n, "a whole number from 1 to 128")
+        _require(
+            _whole(self.max_tokens) and self.max_tokens >= 1,
+            "max_tokens",
+            self.max_tokens,
+            "a whole number >= 1",
+        )
+        ok = _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
+        _require(
+            ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens ({self.max_tokens})"
+        )
+        _require(all(isinstance(x, str) and x for x in self.stop), "stop", self.stop, "non-empty strings")
+        lp = self.logprobs
+        _require(
+            lp is None or (_whole(lp) and 0 <= lp <= 100),
+            "logprobs",
+            lp,
+            "a whole number from 0 to 100, or None",
+        )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0
+
+    @property
+    def shapes_logits(self) -> bool:
+        """Whether any rule changes the logits before temperature, so that argmax alone is not enough."""
+        return bool(
+            self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.banned_token_ids
+            or self.processors
+            or self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+        )
+
+    def token_ids(self) -> dict[str, tuple[int, ...]]:
+        """Every token id this request names, by setting, for checking against a vocabulary."""
+        return {
+            "logit_bias": tuple(self.logit_bias),
+            "allowed_token_ids": self.allowed_token_ids or (),
+            "banned_token_ids": self.banned_token_ids,
+            "stop_token_ids": self.stop_token_ids,
+        }
+
+
+@dataclass(frozen=True)
+class SpecParams:
+    """Speculation settings of one request: on or off, which of the engine's drafters, and a cap on draft tokens a step.
+
+    ``drafter`` None is the engine's default one; ``max_draft`` None leaves the length to the controller.
+    """
+
+    enabled: bool = True
+    drafter: str | None = None
+    max_draft: int | None = None
+
+    def __post_init__(self) -> None:
+        m = self.max_draft
+        _require(isinstance(self.enabled, bool), "enabled", self.enabled, "true or false")
+        _require(m is None or (_whole(m) and m >= 0), "max_draft", m, "a whole number >= 0, or None")

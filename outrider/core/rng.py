@@ -1,0 +1,71 @@
+"""Counter-based randomness: every random number is a pure function of (seed, counters).
+
+There is no generator state, so batch composition, preemption and speculation cannot shift anybody's random numbers.
+The hash is the SplitMix64 finalizer (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)
+chained over the counters.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import IntEnum
+
+import numpy as np
+from numpy.typing import NDArray
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+_MUL_1 = 0xBF58476D1CE4E5B9
+_MUL_2 = 0x94D049BB133111EB
+_TO_UNIT = 2.0**-53
+
+
+class Stream(IntEnum):
+    """What a random number is for; two uses never share one."""
+
+    ACCEPT = 1  # may this draft token stay?
+    SAMPLE = 2  # the target's own draw: replacement or bonus token
+    DRAFT = 3  # the drafter's draw
+    NOISE = 4  # Gumbel noise shared by target and drafter (coupled verification)
+    CHOICE = 5  # seeds of the 2nd, 3rd, ... of n choices
+
+
+def _mix(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _MUL_1) & _MASK
+    x = ((x ^ (x >> 27)) * _MUL_2) & _MASK
+    return x ^ (x >> 31)
+
+
+def bits(seed: int, *counters: int) -> int:
+    """64 hashed bits of ``seed`` and ``counters`` (each reduced modulo 2**64)."""
+    state = _mix((seed + _GOLDEN) & _MASK)
+    for counter in counters:
+        state = _mix((state ^ ((counter * _GOLDEN + _MUL_1) & _MASK)) & _MASK)
+    return state
+
+
+def uniform(seed: int, *counters: int) -> float:
+    """A number in [0, 1) that depends on nothing but ``seed`` and ``counters``."""
+    return (bits(seed, *counters) >> 11) * _TO_UNIT
+
+
+def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise f64[K] of the tokens ``ids`` i64[K] at ``position``: the same for whoever asks."""
+    golden, mul_1, mul_2 = np.uint64(_GOLDEN), np.uint64(_MUL_1), np.uint64(_MUL_2)
+    x = np.uint64(bits(seed, int(Stream.NOISE), position)) ^ (ids.astype(np.uint64) * golden + mul_1)
+    x = (x ^ (x >> np.uint64(30))) * mul_1
+    x = (x ^ (x >> np.uint64(27))) * mul_2
+    x = x ^ (x >> np.uint64(31))
+    u = ((x >> np.uint64(11)).astype(np.float64) + 0.5) * _TO_UNIT
+    noise: NDArray[np.float64] = -np.log(-np.log(u))
+    return noise
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice ``index`` of a request with n > 1; choice 0 keeps the request's own seed."""
+    return seed if index == 0 else bits(seed, int(Stream.CHOICE), index) >> 1
+
+
+def fresh_seed() -> int:
+    """A seed for a request that gave none: 63 bits from the operating system."""
+    return int.from_bytes(os.urandom(8), "little") >> 1

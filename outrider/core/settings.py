@@ -1,0 +1,118 @@
+"""Settings as frozen dataclasses: one definition serves Python arguments, JSON keys and command-line flags."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from outrider.core.errors import SettingError, nearest
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a setting may be: a range, or a list of choices; and the sentence that explains it."""
+
+    help: str
+    low: float | None = None
+    high: float | None = None
+    choices: tuple[str, ...] | None = None
+    positional: bool = False
+
+    @property
+    def allowed(self) -> str:
+        if self.choices:
+            return "one of " + ", ".join(self.choices)
+        if self.high is not None:
+            return f"a value from {self.low} to {self.high}"
+        return f"a value >= {self.low}"
+
+
+def setting(default: Any = dataclasses.MISSING, help: str = "", **bounds: Any) -> Any:
+    """A dataclass field with its explanation and limits."""
+    return field(default=default, metadata={"bounds": Bounds(help, **bounds)})
+
+
+def bounds_of(f: dataclasses.Field[Any]) -> Bounds:
+    return typing.cast(Bounds, f.metadata.get("bounds", Bounds("")))
+
+
+def _kinds(cls: type) -> dict[str, tuple[type, bool]]:
+    """Per field its plain type, and whether None is allowed."""
+    kinds: dict[str, tuple[type, bool]] = {}
+    for name, hint in typing.get_type_hints(cls).items():
+        args = typing.get_args(hint)
+        optional = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+        plain = next(a for a in args if a is not type(None)) if optional else hint
+        kinds[name] = (typing.get_origin(plain) or plain, optional)
+    return kinds
+
+
+def check_settings(obj: Any) -> None:
+    """Checks types and limits of every field of a settings dataclass; call it from ``__post_init__``.
+
+    Raises SettingError naming the setting, what was given and what is allowed.
+    """
+    kinds = _kinds(type(obj))
+    for f in dataclasses.fields(obj):
+        value, bounds = getattr(obj, f.name), bounds_of(f)
+        kind, optional = kinds[f.name]
+        if value is None and optional:
+            continue
+        accepted = (int, float) if kind is float else kind
+        if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
+            raise SettingError(f"{f.name} is {value!r}; allowed is {_KIND_NAMES.get(kind, kind.__name__)}")
+        if bounds.choices is not None and value not in bounds.choices:
+            hint = nearest(str(value), bounds.choices)
+            raise SettingError(f"{f.name} is {value!r}; allowed is {bounds.allowed}{hint}")
+        low, high = bounds.low, bounds.high
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            raise SettingError(f"{f.name} is {value!r}; allowed is {bounds.allowed}")
+
+
+_KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}
+
+
+def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
+    """Builds settings from a mapping such as parsed JSON; an unknown key is an error that names the nearest one."""
+    known = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
+    for key in values:
+        if key not in known:
+            raise SettingError(
+                f"{where} has no setting '{key}'{nearest(key, known)}; known are {', '.join(known)}"
+            )
+    return cls(**values)
+
+
+def add_flags(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
+    """Adds one flag a field, ``--like-this``; a flag that is not given stays out of the parsed namespace."""
+    kinds = _kinds(cls)
+    for f in dataclasses.fields(cls):
+        bounds, (kind, _) = bounds_of(f), kinds[f.name]
+        if f.name in skip:
+            continue
+        shown = "" if f.default in (None, dataclasses.MISSING) else f" (default {f.default})"
+        options: dict[str, Any] = {"help": bounds.help + shown}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            options["type"] = kind
+            options["choices"] = bounds.choices
+            if bounds.choices is None:
+                options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
+        if bounds.positional:
+            parser.add_argument(f.name, **{k: v for k, v in options.items() if k != "choices"})
+        else:
+            flag = "--" + f.name.replace("_", "-")
+            parser.add_argument(flag, dest=f.name, default=argparse.SUPPRESS, **options)
+
+
+def given_flags(cls: type, parsed: argparse.Namespace) -> dict[str, Any]:
+    """The flags of ``cls`` that were given on the command line."""
+    return {f.name: getattr(parsed, f.name) for f in dataclasses.fields(cls) if hasattr(parsed, f.name)}

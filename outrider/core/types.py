@@ -1,0 +1,214 @@
+"""The small typed values that the parts of the engine hand to each other.
+
+Sizes in shapes: N rows, B sequences, M logit rows, T draft nodes, V vocabulary, F feature width, P blocks a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Protocol
+
+import torch
+
+from outrider.core.dist import Dist
+from outrider.core.draft import Draft
+from outrider.core.params import SamplingParams, SpecParams
+
+
+class Status(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(str, Enum):
+    """Why a sequence ended."""
+
+    STOP = "stop"  # EOS, a stop token or a stop string
+    LENGTH = "length"  # max_tokens, the context or the KV pool is used up
+    ABORT = "abort"  # the caller asked for it
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One answer in the making. It holds no field of any drafting method.
+
+    The newest token is always pending: known, but not yet in the KV cache, so that ``n_computed < len(tokens)``.
+    """
+
+    id: int
+    tokens: list[int]  # prompt and output
+    n_prompt: int
+    params: SamplingParams
+    spec: SpecParams
+    seed: int
+    n_computed: int = 0  # tokens whose KV is in the cache
+    n_cached: int = 0  # of these, how many were found in the prefix cache on admission
+    blocks: list[int] = field(default_factory=list)  # physical block ids, in order
+    status: Status = Status.WAITING
+    fork_of: Sequence | None = None  # n > 1: the choice whose prompt this one shares
+    max_len: int = 0  # prompt and output together may not exceed this
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def n_output(self) -> int:
+        """Output tokens so far."""
+        return len(self.tokens) - self.n_prompt
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return self.tokens[: self.n_prompt]
+
+    @property
+    def output_ids(self) -> list[int]:
+        return self.tokens[self.n_prompt :]
+
+
+@dataclass
+class Span:
+    """The rows of one sequence in one forward pass: ``n_new`` committed tokens from ``start``, then the draft's nodes.
+
+    ``start`` is the first token not yet in this runner's KV. ``budget`` is how many draft rows have room (KV slots are
+    reserved for them). A span that stops short of its sequence's end is a middle chunk of a prompt: no logits.
+    """
+
+    seq: Sequence
+    start: int
+    n_new: int
+    budget: int = 0
+    draft: Draft = field(default_factory=Draft)
+
+    @property
+    def end(self) -> int:
+        """One past the last committed row: the slot of the first draft row."""
+        return self.start + self.n_new
+
+    @property
+    def reaches_end(self) -> bool:
+        """Whether the newest token is among the rows, so that a next token comes out."""
+        return self.end == len(self.seq.tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """The flat rows of one forward pass. All tensors are on the model's device.
+
+    Row r of sequence b sits in logical slot ``start_b + (r - cu_rows[b])``; a row sees slot s of its sequence when
+    ``s <= own slot and (s < tail_start or its ancestor bit is set)``. Ancestor bit i stands for slot tail_start + i.
+    """
+
+    ids: torch.Tensor  # i64[N] token ids
+    positions: torch.Tensor  # i64[N] rotary positions (depth in the tree for draft rows)
+    slots: torch.Tensor  # i64[N] physical KV slots: block id * block size + offset
+    cu_rows: tuple[int, ...]  # [B+1] first row of each sequence
+    kv_len: tuple[int, ...]  # [B] slots in use after this pass, this pass's rows included
+    block_tables: torch.Tensor  # i64[B,P] physical block ids, padded with 0
+    tail_start: tuple[int, ...]  # [B] first draft slot
+    ancestors: torch.Tensor | None  # i64[N,W] bit masks; None when every draft is a chain (plain causal)
+    logit_rows: torch.Tensor  # i64[M] rows whose logits are wanted
+    block_size: int
+
+    @property
+    def n_rows(self) -> int:
+        return self.cu_rows[-1]
+
+    @property
+    def n_seqs(self) -> int:
+        return len(self.kv_len)
+
+
+@dataclass(frozen=True, eq=False)
+class ForwardOut:
+    """What a forward pass gives: ``logits`` [M,V], and ``features`` [N,F] when layers were asked for."""
+
+    logits: torch.Tensor
+    features: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What verification decided: the draft nodes that stay, root first, and the token that follows them."""
+
+    path: tuple[int, ...]
+    next_token: int
+
+
+class Draws(Protocol):
+    """The random decisions of one sequence in one step; `depth` counts from 1 at the last committed token's child."""
+
+    def accept(self, prob: float, depth: int, index: int) -> bool:
+        """True with probability ``prob`` (>= 1 is always true, <= 0 never); ``index`` tells siblings apart."""
+
+    def pick(self, dist: Dist, depth: int) -> int:
+        """A token drawn from ``dist``."""
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one step settled for one sequence; drafters learn from it, prompt chunks included.
+
+    ``new_tokens`` were appended to the sequence (already cut at EOS, a stop or max_tokens). ``rows`` are the kept rows
+    of the span: its committed rows, then the accepted draft rows, as indices into the span. ``probe_tokens`` are the
+    target's greedy tokens after each probe row.
+    """
+
+    span: Span
+    rows: tuple[int, ...]
+    new_tokens: tuple[int, ...]
+    accepted: int
+    features: torch.Tensor | None = None  # [len(rows), F]
+    probe_tokens: tuple[int, ...] = ()
+    finish: FinishReason | None = None
+
+    @property
+    def seq(self) -> Sequence:
+        return self.span.seq
+
+
+@dataclass(frozen=True)
+class SpanRecord:
+    """One sequence's part in a step, for controller and metrics; ``accepted`` counts only tokens that were kept."""
+
+    seq_id: int
+    drafter: str
+    rows: int
+    drafted: int
+    depths: tuple[int, ...]  # of the drafted rows
+    accepted: int
+    emitted: int
+    reason: str = ""  # why there was no draft although there was a budget
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Times in seconds and counts of one engine step."""
+
+    schedule_s: float
+    draft_s: float
+    forward_s: float
+    verify_s: float
+    commit_s: float
+    prompt_rows: int
+    decode_rows: int
+    draft_rows: int
+    spans: tuple[SpanRecord, ...]
+    free_blocks: int
+    preempted: int
+    running: int
+    waiting: int
+
+    @property
+    def total_s(self) -> float:
+        return self.schedule_s + self.draft_s + self.forward_s + self.verify_s + self.commit_s
+
+
+def depth_counts(records: Seq[SpanRecord]) -> list[int]:
+    """Accepted draft tokens by depth (index 0 = first draft token), over ``records``."""
+    longest = max((r.accepted for r in records), default=0)
+    return [sum(r.accepted > d for r in records) for d in range(longest)]

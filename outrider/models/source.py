@@ -1,0 +1,30 @@
+"""Where a decoder's tensors come from: the seam between file formats and the decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+import torch
+
+from outrider.models.config import ModelConfig
+
+
+class TensorSource(Protocol):
+    """Named tensors of one model, in Hugging Face's names (``model.layers.0.self_attn.q_proj.weight``, [out, in])."""
+
+    @property
+    def where(self) -> str:
+        """The file or folder, for error messages."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    def names(self) -> Iterable[str]:
+        """Every tensor that is there."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor without reading it."""
+
+    def get(self, name: str) -> torch.Tensor:
+        """The tensor, dense, in the file's own floating type (fp32 for quantized files). Raises ModelFileError."""
