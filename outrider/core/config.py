@@ -22,16 +22,12 @@ class EngineConfig:
     )
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N")
     quantization: str | None = setting(None, "weights of the linear layers", choices=QUANTIZATIONS)
-    max_model_len: int | None = setting(
-        None, "longest prompt plus output; default: the model's context", low=2
-    )
+    max_model_len: int | None = setting(None, "longest prompt plus output; default: the model's context", low=2)
     block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     num_kv_blocks: int | None = setting(None, "KV blocks; default: as kv_cache_mib allows", low=1)
     kv_cache_mib: int = setting(512, "memory for the KV cache (target and draft model together), MiB", low=1)
     max_num_seqs: int = setting(16, "sequences that run at once", low=1)
-    max_num_batched_tokens: int = setting(
-        512, "rows in one forward pass: longer prompts are cut in chunks", low=1
-    )
+    max_num_batched_tokens: int = setting(512, "rows in one forward pass: longer prompts are cut in chunks", low=1)
     enable_prefix_caching: bool = setting(True, "share the KV of common prompt prefixes")
     threads: int | None = setting(None, "CPU threads; default: one a core", low=1)
 

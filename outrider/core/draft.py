@@ -31,15 +31,11 @@ class Draft:
         if self.n_verify < 0:
             object.__setattr__(self, "n_verify", len(self.tokens))
         if not len(self.tokens) == len(self.parents) == len(self.q) >= self.n_verify:
-            raise ValueError(
-                f"draft of {len(self.tokens)} tokens has {len(self.parents)} parents, {len(self.q)} q"
-            )
+            raise ValueError(f"draft of {len(self.tokens)} tokens has {len(self.parents)} parents, {len(self.q)} q")
         depths: list[int] = []
         for node, parent in enumerate(self.parents):
             if not -1 <= parent < node:
-                raise ValueError(
-                    f"draft node {node} has parent {parent}; a parent must come before its child"
-                )
+                raise ValueError(f"draft node {node} has parent {parent}; a parent must come before its child")
             depths.append(1 if parent < 0 else depths[parent] + 1)
         object.__setattr__(self, "depths", tuple(depths))
 

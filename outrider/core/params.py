@@ -36,8 +36,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off; of tokens that tie at the edge of top-k the lower
     id stays. ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and ``frequency_penalty`` the output
-    only. ``stop`` strings and ``stop_token_ids`` end the answer; before ``min_tokens`` outputs exist, EOS and stop tokens
-    cannot be drawn and a stop string that is already complete does not count. ``logprobs`` asks for the chosen token
+    only. ``stop`` strings and ``stop_token_ids`` end the answer; before ``min_tokens`` outputs exist, EOS and stop
+    tokens cannot be drawn and a stop string that is already complete does not count. ``logprobs`` asks for the chosen token
     and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one.
     """
 
@@ -76,9 +76,7 @@ class SamplingParams:
         t, p, m = self.temperature, self.top_p, self.min_p
         _require(_number(t) and t >= 0, "temperature", t, "a number >= 0 (0 is greedy)")
         _require(_number(p) and 0 < p <= 1, "top_p", p, "a number above 0 and at most 1 (1 is off)")
-        _require(
-            _whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number >= 0 (0 is off)"
-        )
+        _require(_whole(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "a whole number >= 0 (0 is off)")
         _require(_number(m) and 0 <= m <= 1, "min_p", m, "a number from 0 (off) to 1")
         r = self.repetition_penalty
         _require(_number(r) and r > 0, "repetition_penalty", r, "a number above 0 (1 is off)")
@@ -86,9 +84,7 @@ class SamplingParams:
             value = getattr(self, name)
             _require(_number(value) and -2 <= value <= 2, name, value, "a number from -2 to 2")
         for token, bias in self.logit_bias.items():
-            _require(
-                _whole(token) and token >= 0, "logit_bias", token, "token ids (whole numbers >= 0) as keys"
-            )
+            _require(_whole(token) and token >= 0, "logit_bias", token, "token ids (whole numbers >= 0) as keys")
             ok = isinstance(bias, (int, float)) and not math.isnan(bias) and bias != math.inf
             _require(ok, f"logit_bias[{token}]", bias, "a finite number, or -inf to ban the token")
         for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
@@ -111,9 +107,7 @@ class SamplingParams:
             "a whole number >= 1",
         )
         ok = _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
-        _require(
-            ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens ({self.max_tokens})"
-        )
+        _require(ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens ({self.max_tokens})")
         _require(all(isinstance(x, str) and x for x in self.stop), "stop", self.stop, "non-empty strings")
         lp = self.logprobs
         _require(

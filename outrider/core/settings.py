@@ -84,9 +84,7 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     known = [f.name for f in dataclasses.fields(typing.cast(Any, cls))]
     for key in values:
         if key not in known:
-            raise SettingError(
-                f"{where} has no setting '{key}'{nearest(key, known)}; known are {', '.join(known)}"
-            )
+            raise SettingError(f"{where} has no setting '{key}'{nearest(key, known)}; known are {', '.join(known)}")
     return cls(**values)
 
 

@@ -75,9 +75,7 @@ class Ops(Protocol):
     def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Rows [N,H] of ``table`` [V,H]."""
 
-    def rope_table(
-        self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor
-    ) -> Sequence[torch.Tensor]:
+    def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cosines and sines, each [N, head dim / 2], shared by all layers of a pass."""
 
     def decoder_layer(
