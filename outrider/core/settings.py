@@ -72,7 +72,8 @@ def check_settings(obj: Any) -> None:
             hint = nearest(str(value), bounds.choices)
             raise SettingError(f"{f.name} is {value!r}; allowed is {bounds.allowed}{hint}")
         low, high = bounds.low, bounds.high
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
+        number = typing.cast(float, value)
+        if (low is not None and not number >= low) or (high is not None and not number <= high):
             raise SettingError(f"{f.name} is {value!r}; allowed is {bounds.allowed}")
 
 

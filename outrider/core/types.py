@@ -5,7 +5,6 @@ Sizes in shapes: N rows, B sequences, M logit rows, T draft nodes, V vocabulary,
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -31,6 +30,7 @@ class FinishReason(str, Enum):
     STOP = "stop"  # EOS, a stop token or a stop string
     LENGTH = "length"  # max_tokens, the context or the KV pool is used up
     ABORT = "abort"  # the caller asked for it
+    ERROR = "error"  # a rule of the request could not be applied
 
 
 @dataclass(eq=False)
@@ -52,6 +52,7 @@ class Sequence:
     status: Status = Status.WAITING
     fork_of: Sequence | None = None  # n > 1: the choice whose prompt this one shares
     max_len: int = 0  # prompt and output together may not exceed this
+    max_draft: int = 0  # draft rows a step at most; 0 = plain decoding
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -76,6 +77,7 @@ class Span:
 
     ``start`` is the first token not yet in this runner's KV. ``budget`` is how many draft rows have room (KV slots are
     reserved for them). A span that stops short of its sequence's end is a middle chunk of a prompt: no logits.
+    ``done`` draft rows already have their KV from an earlier pass of the same step (a draft model growing its draft).
     """
 
     seq: Sequence
@@ -83,11 +85,22 @@ class Span:
     n_new: int
     budget: int = 0
     draft: Draft = field(default_factory=Draft)
+    done: int = 0
 
     @property
     def end(self) -> int:
         """One past the last committed row: the slot of the first draft row."""
         return self.start + self.n_new
+
+    @property
+    def n_rows(self) -> int:
+        """Rows in the pass."""
+        return self.n_new + len(self.draft) - self.done
+
+    @property
+    def n_logit_rows(self) -> int:
+        """Rows that get logits: the newest token's and the draft's, unless this is a middle chunk of a prompt."""
+        return (self.n_new > 0) + len(self.draft) - self.done if self.reaches_end else 0
 
     @property
     def reaches_end(self) -> bool:
@@ -99,8 +112,9 @@ class Span:
 class Batch:
     """The flat rows of one forward pass. All tensors are on the model's device.
 
-    Row r of sequence b sits in logical slot ``start_b + (r - cu_rows[b])``; a row sees slot s of its sequence when
-    ``s <= own slot and (s < tail_start or its ancestor bit is set)``. Ancestor bit i stands for slot tail_start + i.
+    A sequence's rows sit in its last logical slots, ``kv_len - rows .. kv_len - 1``, in order. A row sees slot s of its
+    sequence when ``s <= own slot and (s < tail_start or its ancestor bit is set)``. Ancestor bit i stands for slot
+    tail_start + i, whose position is ``tail_positions[b][i]``; before the tail, position and slot are the same.
     """
 
     ids: torch.Tensor  # i64[N] token ids
@@ -111,6 +125,7 @@ class Batch:
     block_tables: torch.Tensor  # i64[B,P] physical block ids, padded with 0
     tail_start: tuple[int, ...]  # [B] first draft slot
     ancestors: torch.Tensor | None  # i64[N,W] bit masks; None when every draft is a chain (plain causal)
+    tail_positions: tuple[tuple[int, ...], ...]  # [B] positions of the slots tail_start .. kv_len - 1
     logit_rows: torch.Tensor  # i64[M] rows whose logits are wanted
     block_size: int
 
@@ -186,14 +201,25 @@ class SpanRecord:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """Times in seconds and counts of one engine step."""
+class StepTimes:
+    """Seconds of each phase of a step."""
 
-    schedule_s: float
-    draft_s: float
-    forward_s: float
-    verify_s: float
-    commit_s: float
+    schedule: float
+    draft: float
+    forward: float
+    verify: float
+    commit: float
+
+    @property
+    def total(self) -> float:
+        return self.schedule + self.draft + self.forward + self.verify + self.commit
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """Times and counts of one engine step."""
+
+    times: StepTimes
     prompt_rows: int
     decode_rows: int
     draft_rows: int
@@ -202,13 +228,3 @@ class StepRecord:
     preempted: int
     running: int
     waiting: int
-
-    @property
-    def total_s(self) -> float:
-        return self.schedule_s + self.draft_s + self.forward_s + self.verify_s + self.commit_s
-
-
-def depth_counts(records: Seq[SpanRecord]) -> list[int]:
-    """Accepted draft tokens by depth (index 0 = first draft token), over ``records``."""
-    longest = max((r.accepted for r in records), default=0)
-    return [sum(r.accepted > d for r in records) for d in range(longest)]

@@ -1,0 +1,161 @@
+"""One answer as the caller sees it: text, tokens, logprobs and where it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from outrider.core.types import FinishReason, Sequence
+from outrider.models.detokenizer import Detokenizer
+from outrider.sampling.logprobs import TokenLogprob
+from outrider.sampling.sampler import Sampler
+
+
+@dataclass
+class SpecStats:
+    """Raw speculation counters of one answer (or of many, added up); every rate is derived.
+
+    A *step* is a forward pass that gave this answer at least one token. ``accepted`` counts draft tokens that are in
+    the answer, never one that was cut at EOS or a stop; every other drafted token counts as rejected.
+    """
+
+    steps: int = 0
+    drafts: int = 0  # steps with at least one draft token
+    drafted: int = 0
+    accepted: int = 0
+    emitted: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # [d]: how often draft token d + 1 was accepted
+    no_draft: dict[str, int] = field(default_factory=dict)  # steps without a draft, by the drafter's reason
+
+    def add_step(self, drafted: int, accepted: int, emitted: int, reason: str = "") -> None:
+        self.steps += 1
+        self.drafts += drafted > 0
+        self.drafted += drafted
+        self.accepted += accepted
+        self.emitted += emitted
+        while len(self.accepted_per_position) < accepted:
+            self.accepted_per_position.append(0)
+        for depth in range(accepted):
+            self.accepted_per_position[depth] += 1
+        if reason:
+            self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
+
+    @staticmethod
+    def total(parts: Iterable[SpecStats]) -> SpecStats:
+        """The sum of several answers' counters."""
+        out = SpecStats()
+        for part in parts:
+            for name in ("steps", "drafts", "drafted", "accepted", "emitted"):
+                setattr(out, name, getattr(out, name) + getattr(part, name))
+            for depth, count in enumerate(part.accepted_per_position):
+                if depth == len(out.accepted_per_position):
+                    out.accepted_per_position.append(0)
+                out.accepted_per_position[depth] += count
+            for reason, count in part.no_draft.items():
+                out.no_draft[reason] = out.no_draft.get(reason, 0) + count
+        return out
+
+    @property
+    def tokens_per_step(self) -> float:
+        """Tokens a forward pass yields, the target's own included; 1 is plain decoding."""
+        return self.emitted / self.steps if self.steps else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def mean_acceptance_length(self) -> float:
+        """1 + accepted tokens per draft: the bonus token counts."""
+        return 1 + self.accepted / self.drafts if self.drafts else 1.0
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of text, and whether it came from an accepted draft token."""
+
+    text: str
+    drafted: bool
+
+
+class Answer:
+    """Follows one sequence's output: turns tokens into text, finds its end, holds back text that may be cut."""
+
+    def __init__(self, seq: Sequence, sampler: Sampler, detokenizer: Detokenizer | None, eos_ids: tuple[int, ...]):
+        self.seq = seq
+        self.sampler = sampler
+        self.stats = SpecStats()
+        self.logprobs: list[TokenLogprob] = []
+        self.finish: FinishReason | None = None
+        self.error = ""
+        self.text = ""
+        self.drafted: list[bool] = []  # per output token: was it an accepted draft token?
+        self._detokenizer = detokenizer
+        self._ends: list[int] = []  # per output token: length of the text after it
+        self._released = 0  # characters already handed out
+        self._next = 0  # the first token whose text is not handed out in full
+        stop_ids = set(seq.params.stop_token_ids)
+        self._stop_ids = stop_ids if seq.params.ignore_eos else stop_ids | set(eos_ids)
+        self._longest_stop = max((len(s) for s in seq.params.stop), default=0)
+
+    def push(self, token: int, drafted: bool) -> FinishReason | None:
+        """Adds the next token, already appended to the sequence; returns why the answer ends with it, if it does."""
+        before = len(self.text)
+        if self._detokenizer is not None and token not in self._stop_ids:
+            self.text += self._detokenizer.push(token)
+        self.drafted.append(drafted)
+        self._ends.append(len(self.text))
+        self.finish = self._reason_to_stop(token, before)
+        if self.finish is not None:
+            self._close()
+        return self.finish
+
+    def end(self, reason: FinishReason, error: str = "") -> None:
+        """Ends the answer from outside: abort, or a rule that could not be applied."""
+        self.finish, self.error = reason, error
+        self._close()
+
+    def release(self) -> list[Segment]:
+        """The text since the last call that no stop string can take back any more."""
+        until = len(self.text) if self.finish is not None else len(self.text) - self._held_back()
+        segments: list[Segment] = []
+        while self._released < until:
+            while self._next < len(self._ends) and self._ends[self._next] <= self._released:
+                self._next += 1
+            last = self._next == len(self._ends)  # what the detokenizer gave when it was flushed
+            end = until if last else min(self._ends[self._next], until)
+            segments.append(Segment(self.text[self._released : end], not last and self.drafted[self._next]))
+            self._released = end
+        return segments
+
+    def _reason_to_stop(self, token: int, before: int) -> FinishReason | None:
+        seq = self.seq
+        if token in self._stop_ids:
+            return FinishReason.STOP
+        if seq.n_output >= seq.params.min_tokens:
+            cut = self._stop_string_at(max(0, before - self._longest_stop + 1))
+            if cut is not None:
+                self.text = self.text[:cut]
+                self._ends = [min(end, cut) for end in self._ends]
+                self._detokenizer = None  # what it still holds back lies behind the cut
+                return FinishReason.STOP
+        return FinishReason.LENGTH if len(seq) >= seq.max_len else None
+
+    def _stop_string_at(self, start: int) -> int | None:
+        """Where the first stop string begins that the newest token completed."""
+        found = [at for s in self.seq.params.stop if (at := self.text.find(s, start)) >= 0]
+        return min(found) if found else None
+
+    def _held_back(self) -> int:
+        """Characters at the end of the text that may become part of a stop string."""
+        for length in range(min(self._longest_stop - 1, len(self.text)), 0, -1):
+            tail = self.text[-length:]
+            if any(s.startswith(tail) for s in self.seq.params.stop):
+                return length
+        return 0
+
+    def _close(self) -> None:
+        if self._detokenizer is not None:
+            self.text += self._detokenizer.flush()
+            self._detokenizer = None

@@ -1,0 +1,299 @@
+"""The engine: one step is schedule, propose, forward, verify, commit, observe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.cache.blocks import BlockManager
+from outrider.core.config import EngineConfig, SpecConfig
+from outrider.core.errors import SettingError, nearest
+from outrider.core.params import SamplingParams, SpecParams
+from outrider.core.rng import choice_seed, fresh_seed
+from outrider.core.types import FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
+from outrider.engine.answer import Answer
+from outrider.engine.commit import Outcome, append_tokens, commit_step
+from outrider.engine.metrics import EngineMetrics
+from outrider.engine.request import Delta, Limits, Request, RequestOutput, check_request
+from outrider.engine.scheduler import Plan, Scheduler
+from outrider.models.detokenizer import Detokenizer
+from outrider.models.load import LoadedModel
+from outrider.runtime.memory import plan_memory
+from outrider.runtime.pool import KVPool
+from outrider.runtime.runner import Runner, logits_by_span
+from outrider.sampling.rows import NodeRows
+from outrider.sampling.sampler import Sampler
+from outrider.spec.controller import DraftController, FixedLength
+from outrider.spec.draws import draws_for
+from outrider.spec.proposer import Proposer
+from outrider.spec.verify import verify
+
+MAX_DRAFT = 256
+"""Draft rows of one sequence in one step, whatever is asked for."""
+
+
+class Engine:
+    """Continuous batching with speculation over one target. Not thread-safe: one thread calls it.
+
+    ``proposers`` are the drafters by name; the first one serves requests that name none.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        config: EngineConfig,
+        proposers: Mapping[str, Proposer],
+        spec: SpecConfig,
+        controller: DraftController | None = None,
+    ) -> None:
+        self.target = target
+        self.config = config
+        self.spec = spec
+        self.proposers = dict(proposers)
+        decoder, shape = target.decoder, target.config
+        max_len = min(config.max_model_len or shape.max_position, shape.max_position)
+        needs = [proposer.needs for proposer in proposers.values()]
+        self.memory = plan_memory(
+            config,
+            decoder.weight_bytes,
+            KVPool.bytes_per_token(shape, decoder.dtype),
+            sum(n.weight_bytes for n in needs),
+            sum(n.kv_bytes_per_token for n in needs),
+            max_len,
+        )
+        n_tokens = min(shape.vocab_size, target.tokenizer.vocab_size) if target.tokenizer else shape.vocab_size
+        self.limits = Limits(max_len, self.memory.tokens, n_tokens)
+        self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
+        self.runner = Runner(decoder, self.memory.n_blocks, config.block_size)
+        for proposer in proposers.values():
+            proposer.start(self.blocks)
+        self.controller = controller or FixedLength(spec.num_speculative_tokens)
+        self.scheduler = Scheduler(self.blocks, self.controller, config.max_num_seqs, config.max_num_batched_tokens)
+        self.metrics = EngineMetrics()
+        self._feature_layers = tuple(sorted({layer for n in needs for layer in n.feature_layers}))
+        self._requests: dict[int, Request] = {}  # unfinished ones
+        self._request_of: dict[int, Request] = {}  # by the id of a sequence that has not ended
+        self._answer_of: dict[int, Answer] = {}
+        self._next_request = 0
+        self._next_sequence = 0
+        self._in_step = False
+        self._aborts: list[int] = []
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self._requests)
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All sequences that have not ended."""
+        return [answer.seq for answer in self._answer_of.values()]
+
+    def add_request(
+        self, prompt_ids: Seq[int], params: SamplingParams | None = None, spec: SpecParams | None = None
+    ) -> Request:
+        """Queues a request. Raises SettingError if it can never be served as asked."""
+        params, spec = params or SamplingParams(), spec or SpecParams()
+        check_request(prompt_ids, params, self.limits)
+        if params.stop and self.target.tokenizer is None:
+            raise SettingError("stop strings need a tokenizer; this model was loaded without one")
+        drafter = spec.drafter or next(iter(self.proposers))
+        if drafter not in self.proposers:
+            known = list(self.proposers)
+            hint = nearest(drafter, known)
+            raise SettingError(f"drafter is {drafter!r}; loaded in this engine are {', '.join(known)}{hint}")
+        request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
+        self._next_request += 1
+        self._requests[request.id] = request
+        seed = fresh_seed() if params.seed is None else params.seed
+        eos_ids = self.target.config.eos_ids
+        sampler = Sampler(params, self.target.config.vocab_size, eos_ids, self.limits.vocab_size)
+        for index in range(params.n):
+            seq = Sequence(
+                id=self._next_sequence,
+                tokens=list(prompt_ids),
+                n_prompt=len(prompt_ids),
+                params=params,
+                spec=spec,
+                seed=choice_seed(seed, index),
+                fork_of=request.answers[0].seq if index else None,
+                max_len=min(len(prompt_ids) + params.max_tokens, self.limits.max_model_len, self.limits.pool_tokens),
+                max_draft=_max_draft(spec, self.proposers[drafter]),
+            )
+            self._next_sequence += 1
+            tokenizer = self.target.tokenizer
+            detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
+            answer = Answer(seq, sampler, detokenizer, eos_ids)
+            request.answers.append(answer)
+            self._request_of[seq.id], self._answer_of[seq.id] = request, answer
+            self.scheduler.add(seq)
+        return request
+
+    def abort(self, request_id: int) -> None:
+        """Ends a request and frees its blocks; one that is unknown or has ended is left alone.
+
+        Called from within a step (by a logits processor, say) it takes effect when the step is over.
+        """
+        if self._in_step:
+            self._aborts.append(request_id)
+            return
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self.metrics.requests_aborted += 1
+        for answer in request.answers:
+            if answer.finish is None:
+                answer.end(FinishReason.ABORT)
+                self._retire(answer.seq)
+
+    def step(self) -> list[Delta]:
+        """One pass over what is scheduled; returns what each answer gained."""
+        self._in_step = True
+        try:
+            deltas = self._step()
+        finally:
+            self._in_step = False
+        while self._aborts:
+            self.abort(self._aborts.pop())
+        return deltas
+
+    def run(self, request: Request) -> RequestOutput:
+        """Steps until ``request`` has ended."""
+        while request.finished is None:
+            self.step()
+        return RequestOutput.of(request)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless the block accounting is right; for tests, after any step."""
+        self.blocks.check_integrity(self.sequences)
+
+    def _step(self) -> list[Delta]:
+        clock = [time.perf_counter()]
+        plan = self.scheduler.schedule()
+        for seq in plan.preempted:
+            self._proposer_of(seq).release(seq.id)
+        if not plan.spans:
+            return []
+        for span in plan.spans:
+            request = self._request_of[span.seq.id]
+            request.started = request.started or clock[0]
+        if plan.copies:
+            self.runner.copy_blocks(plan.copies)
+            for proposer in self.proposers.values():
+                proposer.copy_blocks(plan.copies)
+        clock.append(time.perf_counter())
+        self._propose(plan.spans)
+        clock.append(time.perf_counter())
+        out = self.runner.forward(plan.spans, self._feature_layers)
+        logits = logits_by_span(plan.spans, out.logits)
+        clock.append(time.perf_counter())
+        verdicts = [self._verify(span, rows) for span, rows in zip(plan.spans, logits, strict=True)]
+        clock.append(time.perf_counter())
+        outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
+        commits = commit_step(outcomes, self.runner, self.blocks, out.features)
+        for proposer in self.proposers.values():
+            proposer.observe([commit for commit in commits if self._proposer_of(commit.seq) is proposer])
+        records = tuple(self._span_record(outcome) for outcome in outcomes)
+        deltas = [delta for outcome in outcomes if (delta := self._hand_out(outcome)) is not None]
+        clock.append(time.perf_counter())
+        record = self._record(plan, records, clock)
+        self.controller.observe(record)
+        self.metrics.observe(record)
+        return deltas
+
+    def _proposer_of(self, seq: Sequence) -> Proposer:
+        return self.proposers[self._request_of[seq.id].drafter]
+
+    def _propose(self, spans: Seq[Span]) -> None:
+        """Fills in the drafts, one batched call a drafter."""
+        for name, proposer in self.proposers.items():
+            own = [span for span in spans if span.budget and self._request_of[span.seq.id].drafter == name]
+            for span, draft in zip(own, proposer.propose(own) if own else [], strict=True):
+                bad = [token for token in draft.tokens if not 0 <= token < self.limits.vocab_size]
+                assert not bad, f"drafter {name} proposed token ids {bad}; the vocabulary has {self.limits.vocab_size}"
+                span.draft = draft.truncated(span.budget)
+
+    def _verify(self, span: Span, logits: NDArray[np.floating]) -> Verdict | None:
+        """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
+        if not span.reaches_end:
+            return None
+        seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
+        try:
+            rows = NodeRows(answer.sampler, logits, seq.prompt_ids, seq.output_ids, span.draft)
+            return verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method)
+        except Exception as error:  # a custom processor may raise anything
+            answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
+            return None
+
+    def _append(self, span: Span, verdict: Verdict | None, logits: NDArray[np.floating]) -> Outcome:
+        answer = self._answer_of[span.seq.id]
+        if verdict is None:
+            return Outcome(span, finish=answer.finish)
+        outcome = append_tokens(span, verdict, answer, logits)
+        answer.stats.add_step(span.draft.n_verify, len(outcome.path), len(outcome.new_tokens), span.draft.reason)
+        return outcome
+
+    def _hand_out(self, outcome: Outcome) -> Delta | None:
+        """What the caller gets of an outcome; an ended sequence is retired."""
+        seq, n = outcome.span.seq, len(outcome.new_tokens)
+        request, answer = self._request_of[seq.id], self._answer_of[seq.id]
+        if outcome.finish is not None:
+            self._retire(seq)
+        elif n == 0:
+            return None
+        if n and request.first_token is None:
+            request.first_token = time.perf_counter()
+        logprobs = None if seq.params.logprobs is None else tuple(answer.logprobs[len(answer.logprobs) - n :])
+        index = request.answers.index(answer)
+        return Delta(request.id, index, outcome.new_tokens, tuple(answer.release()), logprobs, outcome.finish)
+
+    def _retire(self, seq: Sequence) -> None:
+        """Takes an ended sequence out of the engine."""
+        request = self._request_of.pop(seq.id)
+        del self._answer_of[seq.id]
+        self.proposers[request.drafter].release(seq.id)
+        self.scheduler.remove(seq)
+        if all(answer.finish is not None for answer in request.answers):
+            request.finished = time.perf_counter()
+            del self._requests[request.id]
+            self.metrics.requests_finished += 1
+            self.metrics.cached_prompt_tokens += sum(answer.seq.n_cached for answer in request.answers)
+
+    def _span_record(self, outcome: Outcome) -> SpanRecord:
+        span = outcome.span
+        return SpanRecord(
+            seq_id=span.seq.id,
+            drafter=self._request_of[span.seq.id].drafter,
+            rows=span.n_rows,
+            drafted=span.draft.n_verify,
+            depths=span.draft.depths[: span.draft.n_verify],
+            accepted=len(outcome.path),
+            emitted=len(outcome.new_tokens),
+            reason=span.draft.reason,
+        )
+
+    def _record(self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float]) -> StepRecord:
+        prompt_rows = sum(max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans)
+        return StepRecord(
+            times=StepTimes(*(after - before for before, after in pairwise(clock))),
+            prompt_rows=prompt_rows,
+            decode_rows=sum(span.n_new for span in plan.spans) - prompt_rows,
+            draft_rows=sum(len(span.draft) for span in plan.spans),
+            spans=spans,
+            free_blocks=self.blocks.n_free,
+            preempted=len(plan.preempted),
+            running=len(self.scheduler.running),
+            waiting=len(self.scheduler.waiting),
+        )
+
+
+def _max_draft(spec: SpecParams, proposer: Proposer) -> int:
+    """The cap on draft rows a step that request and drafter set together."""
+    if not spec.enabled:
+        return 0
+    return min(cap for cap in (spec.max_draft, proposer.needs.max_nodes, MAX_DRAFT) if cap is not None)

@@ -1,0 +1,147 @@
+"""Who gets how many rows in the next forward pass.
+
+There are no phases. Each sequence gets ``min(tokens not yet computed, rows left)`` rows: that one rule is prefill,
+chunked prefill and decode. Draft rows use what is then left.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from outrider.cache.blocks import BlockManager, Copy
+from outrider.core.types import Sequence, Span, Status
+from outrider.spec.controller import DraftController
+
+
+@dataclass
+class Plan:
+    """One step: spans to compute, block copies to do first, and the sequences that lost their blocks."""
+
+    spans: list[Span] = field(default_factory=list)
+    copies: list[Copy] = field(default_factory=list)
+    preempted: list[Sequence] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching over one block manager; ``max_rows`` is the row budget of a pass."""
+
+    def __init__(self, blocks: BlockManager, controller: DraftController, max_seqs: int, max_rows: int) -> None:
+        self.blocks = blocks
+        self.controller = controller
+        self.max_seqs = max_seqs
+        self.max_rows = max_rows
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # oldest first
+        self._step = 0
+        self._last_step: dict[int, int] = {}  # when a running sequence last had rows
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def remove(self, seq: Sequence) -> None:
+        """Takes out a sequence that ended, wherever it is, and frees its blocks. Doing it twice is harmless."""
+        if seq.status is Status.WAITING:
+            self.waiting.remove(seq)
+        elif seq.status is Status.RUNNING:
+            self.running.remove(seq)
+            del self._last_step[seq.id]
+        seq.status = Status.FINISHED
+        self.blocks.free(seq)
+
+    def schedule(self) -> Plan:
+        """Plans the next step and reserves its KV slots; drafts are filled in later."""
+        plan = Plan()
+        self._step += 1
+        rows = self._continue_running(plan, self.max_rows)
+        if not plan.preempted:
+            rows = self._admit_waiting(plan, rows)
+        self._give_draft_budgets(plan, rows)
+        return plan
+
+    def _continue_running(self, plan: Plan, rows: int) -> int:
+        """Rows for the running, those that waited longest first, so that a small row budget starves nobody."""
+        for seq in sorted(self.running, key=lambda s: (self._last_step[s.id], len(s) - s.n_computed > 1)):
+            if rows == 0:
+                break
+            if seq.status is not Status.RUNNING:  # preempted by an earlier one in this very loop
+                continue
+            n_new = min(len(seq) - seq.n_computed, rows)
+            while not self._reserve(plan, seq, n_new):
+                victim = self._youngest_idle(plan)
+                self._preempt(plan, victim)
+                if victim is seq:
+                    break
+            else:
+                rows -= n_new
+        return rows
+
+    def _admit_waiting(self, plan: Plan, rows: int) -> int:
+        """Lets waiting sequences in, first come first served, while rows, seats and blocks last."""
+        held: list[Sequence] = []
+        while self.waiting and rows > 0 and len(self.running) < self.max_seqs:
+            seq = self.waiting.popleft()
+            if self._awaits_fork(seq):
+                held.append(seq)
+                continue
+            self._adopt(seq)
+            n_new = min(len(seq) - seq.n_computed, rows)
+            needed = self.blocks.blocks_for(len(seq)) + 1 - len(seq.blocks)  # the whole prompt, and a block to copy to
+            room = needed <= self.blocks.n_free or not self.running
+            if not room or not self._reserve(plan, seq, n_new):
+                self.blocks.free(seq)
+                self.waiting.appendleft(seq)
+                break
+            seq.status = Status.RUNNING
+            seq.fork_of = None
+            self.running.append(seq)
+            rows -= n_new
+        self.waiting.extendleft(reversed(held))
+        return rows
+
+    def _awaits_fork(self, seq: Sequence) -> bool:
+        """Whether a further choice (n > 1) should wait until the first one has computed their prompt."""
+        parent = seq.fork_of
+        if parent is None or len(seq) > seq.n_prompt:
+            return False
+        return parent.status is not Status.FINISHED and parent.n_computed < parent.n_prompt
+
+    def _adopt(self, seq: Sequence) -> None:
+        parent = seq.fork_of
+        if parent is not None and parent.status is Status.RUNNING and len(seq) == seq.n_prompt > 1:
+            self.blocks.fork(parent, seq)
+        else:
+            self.blocks.adopt_prefix(seq)
+
+    def _give_draft_budgets(self, plan: Plan, rows: int) -> None:
+        """Draft rows for the spans that reach their sequence's end, as the controller says and free blocks allow."""
+        spans = [span for span in plan.spans if span.reaches_end]
+        for span in spans:
+            # A step that accepts everything yields one token more than it drafts.
+            span.budget = max(0, min(span.seq.max_draft, span.seq.max_len - len(span.seq) - 1))
+        for span, budget in zip(spans, self.controller.budgets(spans, rows), strict=True):
+            copies = self.blocks.reserve(span.seq, span.end, span.end + budget) if budget else []
+            span.budget = budget if copies is not None else 0  # drafting never preempts anybody
+            plan.copies += copies or []
+
+    def _reserve(self, plan: Plan, seq: Sequence, n_new: int) -> bool:
+        copies = self.blocks.reserve(seq, seq.n_computed, seq.n_computed + n_new)
+        if copies is None:
+            return False
+        plan.copies += copies
+        plan.spans.append(Span(seq, seq.n_computed, n_new))
+        self._last_step[seq.id] = self._step
+        return True
+
+    def _youngest_idle(self, plan: Plan) -> Sequence:
+        """The youngest running sequence that has no rows in this step yet."""
+        return next(s for s in reversed(self.running) if self._last_step[s.id] < self._step)
+
+    def _preempt(self, plan: Plan, seq: Sequence) -> None:
+        """Takes a sequence's blocks and puts it first in the queue; its tokens stay."""
+        self.running.remove(seq)
+        del self._last_step[seq.id]
+        seq.status = Status.WAITING
+        self.blocks.free(seq)
+        self.waiting.appendleft(seq)
+        plan.preempted.append(seq)

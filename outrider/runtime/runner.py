@@ -1,0 +1,65 @@
+"""The runner: one model with its KV pool, executing spans."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.cache.blocks import Copy
+from outrider.core.types import ForwardOut, Span
+from outrider.models.decoder import Decoder
+from outrider.runtime.batch import build_batch
+from outrider.runtime.pool import KVPool
+
+
+class Runner:
+    """Executes forward passes of ``decoder`` over a pool of ``n_blocks`` blocks.
+
+    Target and draft model each have a runner. Both use the sequence's block ids, every one in its own pool.
+    """
+
+    def __init__(self, decoder: Decoder, n_blocks: int, block_size: int) -> None:
+        self.decoder = decoder
+        self.block_size = block_size
+        self.pool = KVPool(decoder.config, n_blocks, block_size, decoder.dtype, decoder.device)
+
+    def forward(self, spans: Sequence[Span], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
+        """One pass over all spans; KV of every row is written. Logits as ``build_batch`` says, span by span."""
+        batch = build_batch(spans, self.block_size, self.decoder.device)
+        return self.decoder.forward(batch, self.pool.layers, feature_layers)
+
+    def copy_blocks(self, copies: Sequence[Copy]) -> None:
+        self.pool.copy_blocks(copies)
+
+    def keep_path(self, spans: Sequence[Span], paths: Sequence[Sequence[int]]) -> None:
+        """Moves the KV of each span's accepted draft nodes together, behind its committed rows."""
+        src: list[int] = []
+        dst: list[int] = []
+        for span, path in zip(spans, paths, strict=True):
+            for i, node in enumerate(path):
+                if i != node:
+                    src.append(self._slot(span, span.end + node))
+                    dst.append(self._slot(span, span.end + i))
+        self.pool.move(src, dst)
+
+    def slot_kv(self, span: Span, slot: int) -> list[torch.Tensor]:
+        """Keys and values of one logical slot, all layers: for tests and diagnosis."""
+        at = self._slot(span, slot)
+        return [kv[at] for layer in self.pool.layers for kv in (layer.k, layer.v)]
+
+    def _slot(self, span: Span, slot: int) -> int:
+        return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size
+
+
+def logits_by_span(spans: Sequence[Span], logits: torch.Tensor) -> list[NDArray[np.floating]]:
+    """The rows of ``logits`` [M,V] that belong to each span, on the CPU, in fp32 (fp64 if they are)."""
+    wide = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).cpu().numpy()
+    rows = []
+    first = 0
+    for span in spans:
+        rows.append(wide[first : first + span.n_logit_rows])
+        first += span.n_logit_rows
+    return rows

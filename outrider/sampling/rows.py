@@ -1,0 +1,51 @@
+"""The target's distributions at the nodes of one draft, each computed when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.dist import Dist
+from outrider.core.draft import Draft
+from outrider.sampling.sampler import Sampler
+
+
+class NodeRows(Sequence[Dist]):
+    """Row 0 follows the last committed token, row 1+i follows draft node i with that node's own history.
+
+    Verification looks at few of a tree's nodes, and a row costs a pass over the vocabulary: hence lazy.
+    """
+
+    def __init__(
+        self, sampler: Sampler, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int], draft: Draft
+    ) -> None:
+        """``logits`` [1+T,V]; ``output`` ends with the last committed token."""
+        self._sampler = sampler
+        self._logits = logits
+        self._prompt = prompt
+        self._output = output
+        self._draft = draft
+        self._known: dict[int, Dist] = {}
+
+    def __len__(self) -> int:
+        return 1 + len(self._draft)
+
+    @overload
+    def __getitem__(self, index: int) -> Dist: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Dist]: ...
+    def __getitem__(self, index: int | slice) -> Dist | Sequence[Dist]:
+        if isinstance(index, slice):
+            return [self._row(i) for i in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        return self._row(index % len(self))
+
+    def _row(self, row: int) -> Dist:
+        if row not in self._known:
+            drafted = [self._draft.tokens[i] for i in self._draft.path(row - 1)]
+            self._known[row] = self._sampler.dist(self._logits[row], self._prompt, [*self._output, *drafted])
+        return self._known[row]

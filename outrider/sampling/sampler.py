@@ -1,0 +1,141 @@
+"""The rules of one request, compiled: from a row of logits and a history to the distribution that is drawn from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from outrider.core.dist import Dist
+from outrider.core.errors import SettingError
+from outrider.core.params import SamplingParams
+from outrider.sampling.select import best, nucleus
+
+_LOWEST = -700.0  # log weight, relative to the best token, below which exp() leaves the normal range
+
+
+def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Raises SettingError when a request names a token id that the vocabulary does not have."""
+    for setting, ids in params.token_ids().items():
+        for token in ids:
+            if token >= vocab_size:
+                raise SettingError(f"{setting} names token {token}; allowed is 0 to {vocab_size - 1}")
+
+
+class Sampler:
+    """A pure function from (logits, history) to a distribution; it holds nothing that changes.
+
+    Order of the rules: allowed and banned tokens, logit bias, ``min_tokens``, penalties, custom processors,
+    temperature, min-p, top-k, top-p. Shaping and probabilities are in float64. Ids from ``n_tokens`` (the tokenizer's
+    size) on are padding of the vocabulary and are never drawn.
+    """
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        vocab_size: int,
+        eos_ids: tuple[int, ...] = (),
+        n_tokens: int | None = None,
+    ) -> None:
+        check_token_ids(params, vocab_size)
+        self.params = params
+        self.vocab_size = vocab_size
+        self.n_tokens = vocab_size if n_tokens is None else min(n_tokens, vocab_size)
+        self._forbidden = self._compile_forbidden()
+        self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
+        self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
+        endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
+        self._endings = np.array(sorted(i for i in endings if i < vocab_size), dtype=np.int64)
+        self._floor = max(math.log(params.min_p), _LOWEST) if params.min_p > 0 else _LOWEST
+
+    def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
+        """What the next token is drawn from. ``logits`` [V] stay as they are.
+
+        ``output`` holds every token after the prompt, draft tokens on the way to this node included. Raises
+        SettingError when no token is left, a logit is NaN or infinite, or a processor returns a wrong shape.
+        """
+        params = self.params
+        z = self._shaped(logits, prompt, output) if params.shapes_logits else logits
+        z = z[: self.n_tokens]
+        top = int(np.argmax(z))  # the first of equals; a NaN counts as the greatest, so the next line sees it
+        peak = float(z[top])
+        if not math.isfinite(peak):
+            raise _no_choice(peak, len(output))
+        return Dist.point(top) if params.greedy else self._draw_from(z, peak)
+
+    def _draw_from(self, z: NDArray[np.floating], peak: float) -> Dist:
+        """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``.
+
+        Top-k comes before min-p here, so that few tokens need an exponential: the outcome is the same, as both keep
+        the best tokens and min-p looks only at the very best one.
+        """
+        params = self.params
+        ids = best(z, params.top_k) if 0 < params.top_k < len(z) else None
+        x = (z if ids is None else z[ids]).astype(np.float64)
+        with np.errstate(over="ignore"):  # tiny temperatures: -inf is right
+            x -= peak
+            x /= params.temperature
+        keep = x >= self._floor
+        if not keep.all():
+            ids, x = _narrow(ids, x, np.flatnonzero(keep))
+        weights = np.exp(x, out=x)
+        if params.top_p < 1.0:
+            ids, weights = _narrow(ids, weights, nucleus(weights, params.top_p))
+        return Dist.of(np.arange(len(z)) if ids is None else ids, weights)
+
+    def _compile_forbidden(self) -> NDArray[np.bool_] | None:
+        """bool[V]: the tokens that may never be drawn; None when that is only the padding (which is cut off)."""
+        params = self.params
+        if params.allowed_token_ids is None and not params.banned_token_ids:
+            return None
+        forbidden = np.full(self.vocab_size, params.allowed_token_ids is not None)
+        forbidden[list(params.allowed_token_ids or ())] = False
+        forbidden[list(params.banned_token_ids)] = True
+        return forbidden
+
+    def _shaped(
+        self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]
+    ) -> NDArray[np.float64]:
+        """A copy f64[V] of ``logits`` with every rule before temperature applied."""
+        params = self.params
+        z = np.array(logits, dtype=np.float64)
+        z[self.n_tokens :] = -np.inf
+        if self._forbidden is not None:
+            z[self._forbidden] = -np.inf
+        z[self._bias_ids] += self._bias
+        if len(output) < params.min_tokens:
+            z[self._endings] = -np.inf
+        if params.repetition_penalty != 1.0:
+            seen = np.array([*prompt, *output], dtype=np.int64)  # repeats do no harm: each writes the same value
+            values = z[seen]
+            z[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
+        if params.presence_penalty or params.frequency_penalty:
+            counts = np.bincount(np.array(output, dtype=np.int64))
+            at = np.flatnonzero(counts)
+            z[at] -= params.frequency_penalty * counts[at] + params.presence_penalty
+        for i, processor in enumerate(params.processors):
+            shaped = processor(prompt, output, z)
+            if np.shape(shaped) != z.shape:
+                raise SettingError(
+                    f"processors[{i}] returned shape {np.shape(shaped)}; allowed is the logits' shape {z.shape}"
+                )
+            z = np.array(shaped, dtype=np.float64)  # a copy: the next one may write into it
+        return z
+
+
+def _narrow(
+    ids: NDArray[np.int64] | None, values: NDArray[np.float64], at: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """The ids and values at the places ``at``; ``ids`` None stands for all tokens, which saves writing them out."""
+    return at if ids is None else ids[at], values[at]
+
+
+def _no_choice(peak: float, position: int) -> SettingError:
+    if peak == -math.inf:
+        return SettingError(
+            f"no token is left to draw at output position {position}: allowed_token_ids, banned_token_ids, logit_bias, "
+            "min_tokens and processors together must leave at least one"
+        )
+    return SettingError(f"the logits at output position {position} hold {peak}; allowed are finite numbers and -inf")

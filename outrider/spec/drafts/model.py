@@ -1,0 +1,281 @@
+"""Two models: a smaller one of the same tokenizer drafts, token by token or as a tree.
+
+Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al., 2023. Trees of
+sampled tokens: Miao et al., "SpecInfer", 2024. The draft model keeps its own KV under the target's block ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from outrider.cache.blocks import BlockManager, Copy
+from outrider.core.config import DTYPES, QUANTIZATIONS
+from outrider.core.dist import Dist
+from outrider.core.draft import Draft
+from outrider.core.errors import SettingError
+from outrider.core.settings import check_settings, setting
+from outrider.core.types import Sequence as Seq
+from outrider.core.types import Span
+from outrider.models.load import LoadedModel, load_model
+from outrider.runtime.pool import KVPool
+from outrider.runtime.runner import Runner, logits_by_span
+from outrider.sampling.sampler import Sampler
+from outrider.spec.draws import draft_pick_for
+from outrider.spec.proposer import DraftContext, Needs, Proposer
+
+CATCH_UP_ROWS = 512
+"""Rows of a sequence in one pass of the draft model when it reads a prompt."""
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """The draft model, and the shape of its drafts."""
+
+    model: str = setting(help="the draft model: a folder, hub id, or .gguf file with the target's tokenizer")
+    dtype: str = setting("auto", "precision of the draft model", choices=DTYPES)
+    quantization: str | None = setting(None, "weights of the draft model's linear layers", choices=QUANTIZATIONS)
+    max_model_len: int | None = setting(None, "longest text the draft model reads; default: its context", low=2)
+    draft_sample_method: str = setting(
+        "probabilistic", "how draft tokens are chosen when the request samples", choices=("probabilistic", "greedy")
+    )
+    draft_tree: str = setting("", "children of a node by depth, such as 3,2,1; default: a chain")
+
+    def __post_init__(self) -> None:
+        check_settings(self)
+        parts = [part.strip() for part in self.draft_tree.split(",")] if self.draft_tree else []
+        if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts):
+            raise SettingError(
+                f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, such as 3,2,1"
+            )
+
+    def width(self, depth: int) -> int:
+        """Children of a node at ``depth`` (0 = the last committed token); 0 when a tree has no further level."""
+        if not self.draft_tree:
+            return 1
+        widths = [int(part) for part in self.draft_tree.split(",")]
+        return widths[depth] if depth < len(widths) else 0
+
+
+@dataclass
+class _Follower:
+    """How far the draft model's KV of one sequence can be trusted."""
+
+    valid: int  # tokens whose KV is right
+    tail: list[int] = field(default_factory=list)  # draft tokens whose KV stands behind ``tail_start``
+    tail_start: int = 0
+
+    def catch_up(self, tokens: Sequence[int]) -> None:
+        """Counts the draft tokens that were accepted: their KV is right, being computed after the same tokens."""
+        if self.valid == self.tail_start:
+            for token in self.tail:
+                if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
+                    break
+                self.valid += 1
+        self.tail = []
+
+
+@dataclass
+class _Growing:
+    """A draft in the making. Nodes come level by level, so that keeping the first ones never cuts by value."""
+
+    span: Span
+    sampler: Sampler
+    reason: str = ""  # why it grows no further, if something is in the way
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    q: list[Dist | None] = field(default_factory=list)
+    level: range = range(-1, 0)  # the nodes whose children come next
+    done: int = 0  # nodes whose KV is written
+
+    def draft(self) -> Draft:
+        return Draft.tree(self.tokens, self.parents, self.q) if self.tokens else Draft.nothing(self.reason)
+
+    def path(self, node: int) -> list[int]:
+        """The tokens from the root's child down to ``node``; none for -1."""
+        tokens: list[int] = []
+        while node >= 0:
+            tokens.append(self.tokens[node])
+            node = self.parents[node]
+        return tokens[::-1]
+
+
+class TwoModels(Proposer):
+    """Drafts with ``drafter``; with several children a node they are drawn without replacement, q renormalised."""
+
+    def __init__(self, drafter: LoadedModel, target: LoadedModel, method: str, settings: ModelSettings) -> None:
+        check_same_tokens(drafter, target)
+        self.drafter, self.target, self.settings = drafter, target, settings
+        self.max_len = min(settings.max_model_len or drafter.config.max_position, drafter.config.max_position)
+        decoder = drafter.decoder
+        kv_bytes = KVPool.bytes_per_token(drafter.config, decoder.dtype)
+        self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
+        self._pick = draft_pick_for(method)
+        self._followers: dict[int, _Follower] = {}
+        self._filled: dict[int, int] = {}  # block -> version of its content when this model's KV of it was complete
+
+    def start(self, blocks: BlockManager) -> None:
+        self._blocks = blocks
+        self.runner = Runner(self.drafter.decoder, blocks.n_blocks, blocks.block_size)
+
+    def copy_blocks(self, copies: Sequence[Copy]) -> None:
+        self.runner.copy_blocks(copies)
+
+    def release(self, seq_id: int) -> None:
+        self._followers.pop(seq_id, None)
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        growing = [self._begin(span) for span in spans]
+        active = [g for g in growing if not g.reason]
+        logits = self._read([g.span for g in active])
+        while active:
+            for g, rows in zip(active, logits, strict=True):
+                self._add_level(g, rows)
+            active = [g for g in active if self._wants_more(g)]
+            logits = self._score(active)
+        for g in growing:
+            self._remember_tail(g)
+        return [g.draft() for g in growing]
+
+    def _begin(self, span: Span) -> _Growing:
+        seq = span.seq
+        if len(seq) > self.max_len:
+            reason = f"the draft model's context of {self.max_len} tokens is full"
+            return _Growing(span, self._sampler(seq), reason=reason)
+        if seq.id not in self._followers:
+            self._followers[seq.id] = _Follower(self._known_prefix(seq))
+        self._followers[seq.id].catch_up(seq.tokens)
+        return _Growing(span, self._sampler(seq))
+
+    def _known_prefix(self, seq: Seq) -> int:
+        """Tokens at the start of ``seq`` whose blocks this model has already filled, for another sequence perhaps."""
+        known = 0
+        for block in seq.blocks[: (len(seq) - 1) // self._blocks.block_size]:
+            if self._filled.get(block) != self._blocks.version[block]:
+                break
+            known += self._blocks.block_size
+        return known
+
+    def _sampler(self, seq: Seq) -> Sampler:
+        """The request's own rules: the nearer q is to p, the more is accepted. A certain pick needs a ranking only."""
+        params = seq.params
+        if self._certain(seq):
+            width = max(1, *(self.settings.width(depth) for depth in range(64)))
+            params = replace(params, temperature=1.0, top_k=width, top_p=1.0, min_p=0.0)
+        tokenizer = self.target.tokenizer
+        n_tokens = None if tokenizer is None else tokenizer.vocab_size
+        return Sampler(params, self.target.config.vocab_size, self.target.config.eos_ids, n_tokens)
+
+    def _certain(self, seq: Seq) -> bool:
+        return seq.params.greedy or self.settings.draft_sample_method == "greedy"
+
+    def _read(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
+        """Brings the KV up to each sequence's newest token, in chunks; returns that token's logits [1,V] for each."""
+        last: dict[int, NDArray[np.floating]] = {}
+        while len(last) < len(spans):
+            chunks = []
+            for seq in (span.seq for span in spans if span.seq.id not in last):
+                valid = self._followers[seq.id].valid
+                chunks.append(Span(seq, valid, min(CATCH_UP_ROWS, len(seq) - valid)))
+            for chunk, rows in zip(chunks, self._forward(chunks), strict=True):
+                self._followers[chunk.seq.id].valid = chunk.end
+                self._note_filled(chunk)
+                if chunk.reaches_end:
+                    last[chunk.seq.id] = rows
+        return [last[span.seq.id] for span in spans]
+
+    def _note_filled(self, chunk: Span) -> None:
+        size = self._blocks.block_size
+        for block in chunk.seq.blocks[chunk.start // size : chunk.end // size]:
+            self._filled[block] = self._blocks.version[block]
+
+    def _add_level(self, g: _Growing, logits: NDArray[np.floating]) -> None:
+        """Gives each node of the newest level its children; ``logits`` has a row for each of these nodes."""
+        seq = g.span.seq
+        first = len(g.tokens)
+        for node, row in zip(g.level, logits, strict=True):
+            path = g.path(node)
+            width = min(self.settings.width(len(path)), g.span.budget - len(g.tokens))
+            try:
+                dist = g.sampler.dist(row, seq.prompt_ids, [*seq.output_ids, *path])
+            except Exception as error:  # the target will meet the same rule, and say so
+                g.reason = f"a rule of the request cannot be applied to the draft model: {error}"
+                break
+            for token, q in self._children(seq, dist, width, len(path) + 1, len(g.tokens)):
+                g.tokens.append(token)
+                g.parents.append(node)
+                g.q.append(q)
+        g.level = range(first, len(g.tokens))
+
+    def _children(self, seq: Seq, dist: Dist, width: int, depth: int, index: int) -> list[tuple[int, Dist | None]]:
+        """Up to ``width`` tokens to follow a node: the likeliest ones, certain, or draws without replacement."""
+        if self._certain(seq):
+            order = np.argsort(-dist.probs, kind="stable")[:width]
+            return [(int(token), None) for token in dist.ids[order]]
+        children: list[tuple[int, Dist | None]] = []
+        left: Dist | None = dist
+        while left is not None and len(children) < width:
+            token = self._pick(left, seq.seed, len(seq), depth, index + len(children))
+            children.append((token, left))
+            left = left.without(token)
+        return children
+
+    def _wants_more(self, g: _Growing) -> bool:
+        """Whether the newest level gets children: there is budget, and the draft model can read that far."""
+        if g.reason or not g.level or len(g.tokens) >= g.span.budget:
+            return False
+        depth = len(g.path(g.level[0]))
+        return len(g.span.seq) + depth <= self.max_len and self.settings.width(depth) > 0
+
+    def _score(self, active: Sequence[_Growing]) -> list[NDArray[np.floating]]:
+        """One pass over the newest level of each draft: logits [nodes,V] for each."""
+        if not active:
+            return []
+        spans = [Span(g.span.seq, len(g.span.seq), 0, draft=g.draft(), done=g.level.start) for g in active]
+        rows = self._forward(spans)
+        for g in active:
+            g.done = len(g.tokens)
+        return rows
+
+    def _forward(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
+        """Logits of the draft model in the target's vocabulary: columns that it lacks can never be drawn."""
+        logits = self.runner.forward(spans).logits
+        missing = self.target.config.vocab_size - logits.shape[1]
+        if missing > 0:
+            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+        return logits_by_span(spans, logits[:, : self.target.config.vocab_size])
+
+    def _remember_tail(self, g: _Growing) -> None:
+        """Notes the draft tokens whose KV stands where it will stay if they are accepted: the leading chain."""
+        follower = self._followers.get(g.span.seq.id)
+        if follower is not None:
+            chain = next((i for i in range(g.done) if g.parents[i] != i - 1), g.done)
+            follower.tail, follower.tail_start = g.tokens[:chain], follower.valid
+
+
+def check_same_tokens(drafter: LoadedModel, target: LoadedModel) -> None:
+    """Raises SettingError unless every ordinary token id means the same to both models."""
+    if drafter.tokenizer is None or target.tokenizer is None:
+        return
+    difference = target.tokenizer.first_difference(drafter.tokenizer)
+    if difference is not None:
+        token, mine, theirs = difference
+        raise SettingError(
+            f"the draft model {drafter.name} has another tokenizer than {target.name}: token {token} is {mine!r} for "
+            f"the target and {theirs!r} for the draft (sizes {target.tokenizer.vocab_size} and "
+            f"{drafter.tokenizer.vocab_size}); allowed is a draft model with the target's tokens"
+        )
+
+
+def build(context: DraftContext, settings: ModelSettings) -> Proposer:
+    drafter = load_model(
+        settings.model,
+        dtype=settings.dtype,
+        device=str(context.target.decoder.device),
+        quantization=settings.quantization,
+    )
+    return TwoModels(drafter, context.target, context.spec.rejection_sample_method, settings)

@@ -1,0 +1,61 @@
+"""What a drafter is. To write one: subclass ``Proposer`` in one file and add one line to ``spec/registry.py``."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from outrider.cache.blocks import BlockManager, Copy
+from outrider.core.config import SpecConfig
+from outrider.core.draft import Draft
+from outrider.core.types import Commit, Span
+from outrider.models.load import LoadedModel
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a drafter asks of the engine.
+
+    ``max_nodes`` caps its draft rows a step (None = no cap); ``feature_layers`` are the target layers whose hidden
+    states it wants in ``Commit.features``; ``kv_bytes_per_token`` and ``weight_bytes`` enter the memory plan.
+    """
+
+    max_nodes: int | None = None
+    feature_layers: tuple[int, ...] = ()
+    kv_bytes_per_token: int = 0
+    weight_bytes: int = 0
+
+
+class Proposer(ABC):
+    """A drafter. One instance serves all sequences of an engine; state is kept by sequence id."""
+
+    needs: Needs = Needs()
+
+    @abstractmethod
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        """One draft a span, in order, of at most ``span.budget`` nodes each.
+
+        Called after scheduling: the KV slots ``span.end .. span.end + span.budget - 1`` are the sequence's to write,
+        in the drafter's own pool. A token reported with a ``q`` must have been drawn from that ``q``.
+        """
+
+    def start(self, blocks: BlockManager) -> None:  # noqa: B027
+        """Called once, when the number of KV blocks is known; a drafter with own KV uses the same block ids."""
+
+    def copy_blocks(self, copies: Sequence[Copy]) -> None:  # noqa: B027
+        """Blocks were copied in the target's pool: do likewise in an own one."""
+
+    def observe(self, commits: Sequence[Commit]) -> None:  # noqa: B027
+        """What the step settled, prompt chunks included."""
+
+    def release(self, seq_id: int) -> None:  # noqa: B027
+        """The sequence ended or lost its KV: forget what was kept for it."""
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is built from."""
+
+    target: LoadedModel
+    spec: SpecConfig

@@ -1,0 +1,115 @@
+"""The list of drafters, and how their settings are read. A new drafter is one file in ``drafts`` and one line here."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from outrider.core.config import SpecConfig
+from outrider.core.errors import SettingError, nearest
+from outrider.core.settings import from_mapping
+from outrider.spec.drafts import model, ngram, none
+from outrider.spec.proposer import DraftContext, Proposer
+
+
+@dataclass(frozen=True)
+class DrafterKind:
+    """One way to draft: its own settings (a frozen dataclass) and how to build it from them."""
+
+    settings: type
+    build: Callable[[DraftContext, Any], Proposer]
+    aliases: tuple[str, ...] = ()
+
+
+DRAFTERS: Mapping[str, DrafterKind] = {
+    "none": DrafterKind(none.NoneSettings, none.build),
+    "ngram": DrafterKind(ngram.NgramSettings, ngram.build),
+    "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
+}
+
+_SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
+
+# What people bring from other engines, and what to say to them.
+_LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"
+_FOREIGN = {
+    "num_draft_tokens": "SGLang's num-draft-tokens counts the root: num_speculative_tokens is one less",
+    "speculative_num_draft_tokens": "SGLang's num-draft-tokens counts the root: num_speculative_tokens is one less",
+    "draft_max": "llama.cpp's --draft-max is num_speculative_tokens",
+    "num_assistant_tokens": "transformers' num_assistant_tokens is num_speculative_tokens",
+    "prompt_lookup_num_tokens": "transformers' prompt_lookup_num_tokens is num_speculative_tokens",
+    "posterior_threshold": _LOSSY,
+    "posterior_alpha": _LOSSY,
+    "typical_acceptance_sampler_posterior_threshold": _LOSSY,
+    "typical_acceptance_sampler_posterior_alpha": _LOSSY,
+    "acceptance_threshold": _LOSSY,
+    "speculative_accept_threshold_single": _LOSSY,
+    "speculative_accept_threshold_acc": _LOSSY,
+    "lenience": _LOSSY,
+    "synthetic_acceptance_length": _LOSSY,
+    "synthetic_acceptance_rates": _LOSSY,
+    "use_heterogeneous_vocab": "drafting across different tokenizers is not offered yet",
+    "num_speculative_tokens_per_batch_size": "a schedule of draft lengths is not offered yet",
+}
+
+
+def kind_of(method: str) -> tuple[str, DrafterKind]:
+    """The drafter called ``method`` and its own name. Raises SettingError for an unknown one."""
+    for name, kind in DRAFTERS.items():
+        if method == name or method in kind.aliases:
+            return name, kind
+    known = [*DRAFTERS, *(alias for kind in DRAFTERS.values() for alias in kind.aliases)]
+    raise SettingError(f"method is {method!r}; allowed is one of {', '.join(DRAFTERS)}{nearest(method, known)}")
+
+
+def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
+    """Speculation settings from flat keys, as in ``--speculative-config``; every key and value is checked."""
+    name, kind = kind_of(str(values.get("method", SpecConfig.method)))
+    own = tuple(f.name for f in dataclasses.fields(kind.settings))
+    for key in values:
+        if key not in _SHARED and key not in own:
+            hint = f": {_FOREIGN[key]}" if key in _FOREIGN else nearest(key, (*_SHARED, *own))
+            raise SettingError(f"the speculative config of drafter {name} has no setting '{key}'{hint}")
+    if values.get("rejection_sample_method") == "synthetic":
+        raise SettingError(f"rejection_sample_method 'synthetic' is not offered: {_LOSSY}")
+    shared = {key: value for key, value in values.items() if key in _SHARED}
+    options = {key: value for key, value in values.items() if key in own}
+    config = SpecConfig(**{**shared, "method": name}, options=options)
+    settings_of(config)
+    return config
+
+
+def spec_from_json(text: str) -> SpecConfig:
+    """Speculation settings from a JSON object in a text."""
+    try:
+        values = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise SettingError(f"the speculative config is not valid JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise SettingError(
+            f'the speculative config is {text!r}; allowed is a JSON object such as {{"method": "ngram"}}'
+        )
+    return spec_from_mapping(values)
+
+
+def settings_of(config: SpecConfig) -> Any:
+    """The chosen drafter's own settings, checked."""
+    name, kind = kind_of(config.method)
+    missing = [
+        f.name
+        for f in dataclasses.fields(kind.settings)
+        if f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+        and f.name not in config.options
+    ]
+    if missing:
+        raise SettingError(f"drafter {name} needs the setting '{missing[0]}'")
+    return from_mapping(kind.settings, config.options, f"drafter {name}")
+
+
+def build_proposer(config: SpecConfig, context: DraftContext) -> Proposer:
+    """The drafter that ``config`` asks for, ready for ``Proposer.start``."""
+    _, kind = kind_of(config.method)
+    return kind.build(context, settings_of(config))
