@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.errors import SettingError
+from outrider.core.settings import setting
 
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], NDArray[np.floating]], NDArray[np.floating]]
 """``processor(prompt_ids, output_ids, logits[V]) -> logits[V]``: called at every draft node with that node's own
@@ -41,26 +42,26 @@ class SamplingParams:
     token and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: tuple[int, ...] | None = None
-    banned_token_ids: tuple[int, ...] = ()
-    processors: tuple[LogitsProcessor, ...] = ()
-    seed: int | None = None
-    n: int = 1
-    max_tokens: int = 256
-    min_tokens: int = 0
-    stop: Sequence[str] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    skip_special_tokens: bool = True
+    temperature: float = setting(1.0, "0 is greedy; higher is more random")
+    top_p: float = setting(1.0, "draw from the likeliest tokens that together have this probability")
+    top_k: int = setting(0, "draw from this many likeliest tokens; 0 is off")
+    min_p: float = setting(0.0, "draw from tokens at least this likely, relative to the likeliest")
+    repetition_penalty: float = setting(1.0, "above 1: make tokens of prompt and output less likely")
+    presence_penalty: float = setting(0.0, "make tokens that are in the output less likely")
+    frequency_penalty: float = setting(0.0, "the same, for each time they are in the output")
+    logit_bias: Mapping[int, float] = setting(help="added to the logits of tokens by id", factory=dict)
+    allowed_token_ids: tuple[int, ...] | None = setting(None, "draw from these token ids only")
+    banned_token_ids: tuple[int, ...] = setting((), "never draw these token ids")
+    processors: tuple[LogitsProcessor, ...] = setting((), "functions that change the logits")
+    seed: int | None = setting(None, "makes random draws repeatable")
+    n: int = setting(1, "answers to one prompt")
+    max_tokens: int = setting(256, "longest answer, tokens")
+    min_tokens: int = setting(0, "shortest answer, tokens")
+    stop: Sequence[str] = setting((), "a text that ends the answer; it is not part of it")
+    stop_token_ids: tuple[int, ...] = setting((), "token ids that end the answer")
+    ignore_eos: bool = setting(False, "go on after the model's end token")
+    logprobs: int | None = setting(None, "log-probabilities of the chosen and this many best tokens")
+    skip_special_tokens: bool = setting(True, "leave control tokens out of the text")
 
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):

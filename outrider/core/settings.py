@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -34,9 +34,12 @@ class Bounds:
         return f"a value >= {self.low}"
 
 
-def setting(default: Any = dataclasses.MISSING, help: str = "", **bounds: Any) -> Any:
-    """A dataclass field with its explanation and limits."""
-    return field(default=default, metadata={"bounds": Bounds(help, **bounds)})
+def setting(default: Any = dataclasses.MISSING, help: str = "", *, factory: Any = None, **bounds: Any) -> Any:
+    """A dataclass field with its explanation and limits; ``factory`` makes a default that must not be shared."""
+    metadata = {"bounds": Bounds(help, **bounds)}
+    if factory is not None:
+        return field(default_factory=factory, metadata=metadata)
+    return field(default=default, metadata=metadata)
 
 
 def bounds_of(f: dataclasses.Field[Any]) -> Bounds:
@@ -89,29 +92,45 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     return cls(**values)
 
 
-def add_flags(parser: argparse.ArgumentParser, cls: type, skip: tuple[str, ...] = ()) -> None:
-    """Adds one flag a field, ``--like-this``; a flag that is not given stays out of the parsed namespace."""
+def add_flags(
+    parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = (), rename: Mapping[str, str] | None = None
+) -> None:
+    """Adds one flag a field, ``--like-this``; a flag that is not given stays out of the parsed namespace.
+
+    A field of several values is a flag that may be repeated. ``rename`` gives fields another name as a flag.
+    """
     kinds = _kinds(cls)
     for f in dataclasses.fields(cls):
-        bounds, (kind, _) = bounds_of(f), kinds[f.name]
         if f.name in skip:
             continue
-        shown = "" if f.default in (None, dataclasses.MISSING) else f" (default {f.default})"
-        options: dict[str, Any] = {"help": bounds.help + shown}
+        bounds, (kind, _) = bounds_of(f), kinds[f.name]
+        name = (rename or {}).get(f.name, f.name)
+        shown = "" if f.default in (None, dataclasses.MISSING, (), "") else f" (default {f.default})"
+        options: dict[str, Any] = {"help": (bounds.help + shown).replace("%", "%%")}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
+        elif issubclass(kind, Iterable) and kind is not str:
+            options |= {"action": "append", "type": _element(cls, f.name), "metavar": "VALUE"}
         else:
-            options["type"] = kind
-            options["choices"] = bounds.choices
+            options |= {"type": kind, "choices": bounds.choices}
             if bounds.choices is None:
                 options["metavar"] = {int: "N", float: "X"}.get(kind, "TEXT")
         if bounds.positional:
-            parser.add_argument(f.name, **{k: v for k, v in options.items() if k != "choices"})
+            parser.add_argument(f.name, type=kind, help=options["help"])
         else:
-            flag = "--" + f.name.replace("_", "-")
-            parser.add_argument(flag, dest=f.name, default=argparse.SUPPRESS, **options)
+            parser.add_argument("--" + name.replace("_", "-"), dest=name, default=argparse.SUPPRESS, **options)
 
 
-def given_flags(cls: type, parsed: argparse.Namespace) -> dict[str, Any]:
-    """The flags of ``cls`` that were given on the command line."""
-    return {f.name: getattr(parsed, f.name) for f in dataclasses.fields(cls) if hasattr(parsed, f.name)}
+def _element(cls: type, name: str) -> type:
+    """The type of the entries of a field of several values."""
+    hint = typing.get_type_hints(cls)[name]
+    for part in (hint, *typing.get_args(hint)):
+        if typing.get_origin(part) is not types.UnionType and typing.get_args(part):
+            return typing.cast(type, typing.get_args(part)[0])
+    return str
+
+
+def given_flags(cls: type, parsed: argparse.Namespace, rename: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """The flags of ``cls`` that were given on the command line, by field name."""
+    names = {f.name: (rename or {}).get(f.name, f.name) for f in dataclasses.fields(cls)}
+    return {field: getattr(parsed, flag) for field, flag in names.items() if hasattr(parsed, flag)}

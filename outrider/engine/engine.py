@@ -126,9 +126,7 @@ class Engine:
                 max_draft=_max_draft(spec, self.proposers[drafter]),
             )
             self._next_sequence += 1
-            tokenizer = self.target.tokenizer
-            detokenizer = Detokenizer(tokenizer, skip_special_tokens=params.skip_special_tokens) if tokenizer else None
-            answer = Answer(seq, sampler, detokenizer, eos_ids)
+            answer = Answer(seq, sampler, self._detokenizer(params), eos_ids)
             request.answers.append(answer)
             self._request_of[seq.id], self._answer_of[seq.id] = request, answer
             self.scheduler.add(seq)
@@ -205,6 +203,12 @@ class Engine:
         self.controller.observe(record)
         self.metrics.observe(record)
         return deltas
+
+    def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
+        """Turns one answer's tokens into text that continues the prompt: a leading space is part of it."""
+        if self.target.tokenizer is None:
+            return None
+        return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
 
     def _proposer_of(self, seq: Sequence) -> Proposer:
         return self.proposers[self._request_of[seq.id].drafter]

@@ -1,0 +1,1 @@
+"""The numeric operations: their contract, and the implementations of it."""

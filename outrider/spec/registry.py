@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,10 +67,10 @@ def kind_of(method: str) -> tuple[str, DrafterKind]:
 def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     """Speculation settings from flat keys, as in ``--speculative-config``; every key and value is checked."""
     name, kind = kind_of(str(values.get("method", SpecConfig.method)))
-    own = tuple(f.name for f in dataclasses.fields(kind.settings))
+    own = _names(kind.settings)
     for key in values:
         if key not in _SHARED and key not in own:
-            hint = f": {_FOREIGN[key]}" if key in _FOREIGN else nearest(key, (*_SHARED, *own))
+            hint = _hint(key, (*_SHARED, *own))
             raise SettingError(f"the speculative config of drafter {name} has no setting '{key}'{hint}")
     if values.get("rejection_sample_method") == "synthetic":
         raise SettingError(f"rejection_sample_method 'synthetic' is not offered: {_LOSSY}")
@@ -81,11 +81,25 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     return config
 
 
+def _names(settings: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(settings))
+
+
+def _hint(key: str, known: Sequence[str]) -> str:
+    """What to say about a setting that the drafter does not have."""
+    if key in _FOREIGN:
+        return f": {_FOREIGN[key]}"
+    owners = [name for name, kind in DRAFTERS.items() if key in _names(kind.settings)]
+    if owners:
+        return f": it belongs to drafter {' and '.join(owners)}"
+    return nearest(key, known) or f"; known are {', '.join(known)}"
+
+
 def spec_from_json(text: str) -> SpecConfig:
     """Speculation settings from a JSON object in a text."""
     try:
         values = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not JSON, a number of thousands of digits, or far too deep
         raise SettingError(f"the speculative config is not valid JSON: {error}") from None
     if not isinstance(values, dict):
         raise SettingError(

@@ -48,7 +48,7 @@ class ModelSettings:
     def __post_init__(self) -> None:
         check_settings(self)
         parts = [part.strip() for part in self.draft_tree.split(",")] if self.draft_tree else []
-        if not all(part.isdigit() and 1 <= int(part) <= 64 for part in parts):
+        if not all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
             raise SettingError(
                 f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, such as 3,2,1"
             )

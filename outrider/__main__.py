@@ -1,0 +1,7 @@
+"""``python -m outrider`` is the command ``outrider``."""
+
+import sys
+
+from outrider.cli.main import main
+
+sys.exit(main())

@@ -1,0 +1,67 @@
+"""``outrider chat``: a conversation at the terminal, with accepted draft tokens in colour if wanted."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from outrider.cli import flags
+from outrider.cli.stats import stats_lines
+from outrider.engine.llm import LLM
+from outrider.engine.request import Delta, RequestOutput
+
+HELP = "talk to a model"
+GREEN, PLAIN = "\033[32m", "\033[0m"
+COMMANDS = "/reset starts anew, /exit (or Ctrl-D) leaves, Ctrl-C stops an answer"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model_flags(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system message to begin with")
+    parser.add_argument("--color", action="store_true", help="show accepted draft tokens in green")
+    parser.add_argument("--stats", action="store_true", help="print what speculation did after each answer")
+    flags.add_spec_flags(parser)
+    flags.add_sampling_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = flags.sampling(args)
+    llm = flags.load(args)
+    opening = [{"role": "system", "content": args.system}] if args.system else []
+    messages = list(opening)
+    print(COMMANDS, file=sys.stderr)
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except (EOFError, KeyboardInterrupt):
+            print(file=sys.stderr)
+            return 0
+        if line == "/exit":
+            return 0
+        if line == "/reset":
+            messages = list(opening)
+        elif line:
+            messages.append({"role": "user", "content": line})
+            request = llm.engine.add_request(llm.encode_chat(messages), params)
+            try:
+                for delta in llm.watch(request):
+                    print(shown(delta, args.color), end="", flush=True)
+            except KeyboardInterrupt:
+                llm.engine.abort(request.id)
+            print()
+            output = RequestOutput.of(request)
+            messages.append({"role": "assistant", "content": output.text})
+            if args.stats:
+                _print_stats(llm, output)
+
+
+def shown(delta: Delta, color: bool) -> str:
+    """A delta's text, accepted draft tokens in green."""
+    if not color:
+        return delta.text
+    return "".join(f"{GREEN}{s.text}{PLAIN}" if s.drafted else s.text for s in delta.segments)
+
+
+def _print_stats(llm: LLM, output: RequestOutput) -> None:
+    for line in stats_lines(output.stats, output.drafter, output.prefill_s, output.decode_s, llm.engine.metrics):
+        print(line, file=sys.stderr)

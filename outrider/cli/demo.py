@@ -1,0 +1,41 @@
+"""``outrider demo``: plain and speculative decoding side by side."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+import torch
+
+from outrider.bench.demo import run_demo
+from outrider.bench.prompts import QUICK
+from outrider.cli import flags
+
+HELP = "plain and speculative decoding side by side, on six kinds of prompt"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model_flags(parser)
+    parser.add_argument("--max-tokens", type=int, default=96, metavar="N", help="longest answer (default 96)")
+    flags.add_spec_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not hasattr(args, "enable_prefix_caching"):
+        args.enable_prefix_caching = False  # the second run of a prompt must not profit from the first
+    print(f"loading {args.model} ...", file=sys.stderr)
+    llm = flags.load(args)
+    decoder = llm.target.decoder
+    print(
+        f"{llm.target.name}: {decoder.weight_bytes / 1e6:.0f} MB of weights in {str(decoder.dtype).split('.')[-1]} on "
+        f"{decoder.device}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads, drafter "
+        f"{next(iter(llm.engine.proposers))} with {llm.engine.spec.num_speculative_tokens} draft tokens, greedy"
+    )
+    identical = run_demo(llm, QUICK, args.max_tokens, lambda line: print(line, flush=True))
+    print(
+        "The speculative output is identical to the plain one on every prompt."
+        if identical
+        else "Some outputs differ; each from a near-tie of the two best tokens on, if its margin above is tiny."
+    )
+    return 0

@@ -1,0 +1,84 @@
+"""Command-line flags, made from the settings dataclasses: what Python and JSON know, the command line knows too."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from typing import Any
+
+from outrider.core.config import EngineConfig, SpecConfig
+from outrider.core.errors import SettingError
+from outrider.core.params import SamplingParams
+from outrider.core.settings import add_flags, given_flags
+from outrider.engine.llm import LLM
+from outrider.spec.registry import DRAFTERS, kind_of, spec_from_json, spec_from_mapping
+
+_ENGINE_NAMES = {f.name for f in dataclasses.fields(EngineConfig)}
+
+
+def add_model_flags(parser: argparse.ArgumentParser) -> None:
+    """The model and everything about how it is run."""
+    add_flags(parser.add_argument_group("model and engine"), EngineConfig)
+
+
+def add_spec_flags(parser: argparse.ArgumentParser) -> None:
+    """Speculation: a JSON object as other engines take it, or plain flags; a flag overrides its key in the JSON."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--speculative-config", metavar="JSON", help="settings as a JSON object, with vLLM's keys")
+    group.add_argument(
+        "--drafter", dest="method", default=argparse.SUPPRESS, metavar="NAME", help=f"one of {', '.join(DRAFTERS)}"
+    )
+    add_flags(group, SpecConfig, skip=("method", "options"))
+    for kind in DRAFTERS.values():
+        add_flags(group, kind.settings, rename=_flag_names(kind.settings))
+
+
+def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+    """How to sample; at the command line greedy is the default."""
+    group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
+    add_flags(group, SamplingParams, skip=("processors", "logit_bias"))
+    group.add_argument("--logit-bias", metavar="JSON", help="for example '{\"42\": -100}'")
+
+
+def load(args: argparse.Namespace) -> LLM:
+    """The LLM that the flags describe."""
+    engine = given_flags(EngineConfig, args)
+    return LLM(engine.pop("model"), spec_mapping(args), **engine)
+
+
+def spec_mapping(args: argparse.Namespace) -> dict[str, Any]:
+    """Speculation settings as flat keys; a flag of another drafter than the chosen one is an error."""
+    values: dict[str, Any] = {}
+    if args.speculative_config is not None:
+        config = spec_from_json(args.speculative_config)
+        shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(SpecConfig) if f.name != "options"}
+        values = {**shared, **config.options}
+    values |= given_flags(SpecConfig, args)
+    name, _ = kind_of(values.get("method", SpecConfig.method))
+    for other, kind in DRAFTERS.items():
+        own = given_flags(kind.settings, args, _flag_names(kind.settings))
+        if own and other != name:
+            flag = _flag_names(kind.settings).get(next(iter(own)), next(iter(own))).replace("_", "-")
+            raise SettingError(f"--{flag} is a setting of drafter {other}; the chosen drafter is {name}")
+        values |= own
+    spec_from_mapping(values)
+    return values
+
+
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    """Sampling settings from the flags."""
+    values: dict[str, Any] = {"temperature": 0.0, **given_flags(SamplingParams, args)}
+    if values.pop("logit_bias", None) is not None:
+        try:
+            values["logit_bias"] = {int(token): float(bias) for token, bias in json.loads(args.logit_bias).items()}
+        except (ValueError, AttributeError, TypeError):
+            raise SettingError(
+                f"--logit-bias is {args.logit_bias!r}; allowed is a JSON object from token ids to numbers"
+            ) from None
+    return SamplingParams(**values)
+
+
+def _flag_names(settings: type) -> dict[str, str]:
+    """Drafter settings whose names the engine has too are flags with a ``draft-`` in front."""
+    return {f.name: f"draft_{f.name}" for f in dataclasses.fields(settings) if f.name in _ENGINE_NAMES}

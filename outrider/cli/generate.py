@@ -1,0 +1,45 @@
+"""``outrider generate``: continue a prompt."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from outrider.cli import flags
+from outrider.cli.stats import output_json, stats_lines
+from outrider.engine.request import RequestOutput
+
+HELP = "continue a prompt, or answer it with --chat"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    flags.add_model_flags(parser)
+    parser.add_argument("prompt", nargs="?", help="the prompt; read from standard input when it is left out")
+    parser.add_argument("--chat", action="store_true", help="wrap the prompt in the model's chat template")
+    parser.add_argument("--stats", action="store_true", help="print what speculation did")
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of streaming text")
+    flags.add_spec_flags(parser)
+    flags.add_sampling_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    params = flags.sampling(args)
+    llm = flags.load(args)
+    text = args.prompt if args.prompt is not None else sys.stdin.read()
+    prompt = llm.encode_chat([{"role": "user", "content": text}]) if args.chat else llm.encode(text)
+    request = llm.engine.add_request(prompt, params)
+    for delta in llm.watch(request):
+        if not args.json and delta.index == 0:
+            print(delta.text, end="", flush=True)
+    output = RequestOutput.of(request)
+    if args.json:
+        print(json.dumps(output_json(output), ensure_ascii=False))
+    else:
+        print()
+        for completion in output.completions[1:]:
+            print(f"--- answer {completion.index + 1}\n{completion.text}")
+    if args.stats:
+        for line in stats_lines(output.stats, output.drafter, output.prefill_s, output.decode_s, llm.engine.metrics):
+            print(line, file=sys.stderr)
+    return 0

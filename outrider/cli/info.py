@@ -1,0 +1,37 @@
+"""``outrider info``: what this installation has to work with."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+
+import torch
+
+import outrider
+from outrider.models.load import DEFAULT_MODEL
+from outrider.models.pull import cached
+from outrider.spec.registry import DRAFTERS
+
+HELP = "show versions, devices, operations, drafters and the default model"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """It takes none."""
+
+
+def run(args: argparse.Namespace) -> int:
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    model = cached(DEFAULT_MODEL)
+    for name, value in {
+        "outrider": outrider.__version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "operations": "reference (torch)",
+        "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
+        "cuda": ", ".join(gpus) or "none",
+        "drafters": ", ".join(DRAFTERS),
+        "default model": f"{DEFAULT_MODEL}: {model or 'not fetched yet (outrider pull ' + DEFAULT_MODEL + ')'}",
+    }.items():
+        print(f"{name:<14} {value}")
+    return 0

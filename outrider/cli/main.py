@@ -1,0 +1,46 @@
+"""The command line: ``outrider generate | chat | check | demo | pull | info``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from outrider.core.errors import OutriderError
+
+COMMANDS = ("generate", "chat", "check", "demo", "pull", "info")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; an error of the caller's is one line on standard error and exit code 2."""
+    try:
+        args = _parser().parse_args(argv)
+        code: int = args.run(args)
+        sys.stdout.flush()
+        return code
+    except OutriderError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("outrider: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader went away; keep the interpreter from complaining at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="outrider", description="Lossless speculative decoding.", allow_abbrev=False)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    for name in COMMANDS:
+        module = importlib.import_module(f"outrider.cli.{name}")
+        sub = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
+        module.add_arguments(sub)
+        sub.set_defaults(run=module.run)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,221 @@
+"""The decoder: one class for the Llama, Mistral, Qwen2 and Qwen3 families, driven by its config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields
+from functools import cached_property
+
+import torch
+
+from outrider.core.errors import ModelFileError
+from outrider.core.types import Batch, ForwardOut
+from outrider.models.config import ModelConfig
+from outrider.models.rope import rope_frequencies
+from outrider.models.source import TensorSource
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, Ops, Weight
+from outrider.ops.reference import quantize_int8
+
+EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+
+_LAYER_NAMES = {
+    "input_norm": "input_layernorm.weight",
+    "q": "self_attn.q_proj.weight",
+    "k": "self_attn.k_proj.weight",
+    "v": "self_attn.v_proj.weight",
+    "o": "self_attn.o_proj.weight",
+    "post_norm": "post_attention_layernorm.weight",
+    "gate": "mlp.gate_proj.weight",
+    "up": "mlp.up_proj.weight",
+    "down": "mlp.down_proj.weight",
+    "q_bias": "self_attn.q_proj.bias",
+    "k_bias": "self_attn.k_proj.bias",
+    "v_bias": "self_attn.v_proj.bias",
+    "o_bias": "self_attn.o_proj.bias",
+    "gate_bias": "mlp.gate_proj.bias",
+    "up_bias": "mlp.up_proj.bias",
+    "down_bias": "mlp.down_proj.bias",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+}
+_LINEAR = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+
+
+def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Shape of each field of ``LayerWeights`` that a layer of this model has."""
+    c = config
+    q, kv, hidden, ffn = c.n_heads * c.head_dim, c.n_kv_heads * c.head_dim, c.hidden_size, c.intermediate_size
+    shapes: dict[str, tuple[int, ...]] = {
+        "input_norm": (hidden,),
+        "q": (q, hidden),
+        "k": (kv, hidden),
+        "v": (kv, hidden),
+        "o": (hidden, q),
+        "post_norm": (hidden,),
+        "gate": (ffn, hidden),
+        "up": (ffn, hidden),
+        "down": (hidden, ffn),
+    }
+    if c.qkv_bias:
+        shapes.update(q_bias=(q,), k_bias=(kv,), v_bias=(kv,))
+    if c.o_bias:
+        shapes.update(o_bias=(hidden,))
+    if c.mlp_bias:
+        shapes.update(gate_bias=(ffn,), up_bias=(ffn,), down_bias=(hidden,))
+    if c.qk_norm:
+        shapes.update(q_norm=(c.head_dim,), k_norm=(c.head_dim,))
+    return shapes
+
+
+def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor a checkpoint of this model must hold, by its Hugging Face name, with its shape."""
+    shapes: dict[str, tuple[int, ...]] = {
+        EMBEDDING: (config.vocab_size, config.hidden_size),
+        FINAL_NORM: (config.hidden_size,),
+    }
+    if not config.tie_embeddings:
+        shapes[HEAD] = shapes[EMBEDDING]
+    one_layer = layer_shapes(config)
+    for layer in range(config.n_layers):
+        shapes.update({_name(layer, field): shape for field, shape in one_layer.items()})
+    return shapes
+
+
+def _name(layer: int, field: str) -> str:
+    return f"model.layers.{layer}.{_LAYER_NAMES[field]}"
+
+
+class Decoder:
+    """Weights of one model on one device, and its forward pass.
+
+    ``embedding`` [V,H], ``layers``, ``final_norm`` [H], ``head`` [V,H] (the embedding itself where they are tied).
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        ops: Ops,
+        embedding: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        final_norm: torch.Tensor,
+        head: Weight,
+    ) -> None:
+        self.config, self.ops = config, ops
+        self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
+        inv_freq, self.rope_scale = rope_frequencies(config.rope, config.head_dim, config.max_position)
+        wide = torch.float64 if embedding.dtype == torch.float64 else torch.float32
+        self.inv_freq = inv_freq.to(embedding.device, wide)
+        self.shapes = tuple(
+            LayerShape(config.n_heads, config.n_kv_heads, config.head_dim, config.norm_eps, config.window(layer))
+            for layer in range(config.n_layers)
+        )
+
+    @classmethod
+    def from_source(
+        cls,
+        source: TensorSource,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        quantization: str | None = None,
+    ) -> Decoder:
+        """Reads every tensor of ``source``; with ``quantization`` 'int8' the layers' linear weights in 8 bits.
+
+        Raises ModelFileError when a tensor is missing, unexpected, of another shape or not of a floating type.
+        """
+        config = source.config
+        check_tensors(source)
+
+        def read(name: str) -> torch.Tensor:
+            tensor = source.get(name)
+            if not tensor.is_floating_point():
+                raise ModelFileError(f"{source.where}: tensor {name} is {tensor.dtype}; allowed are floating types")
+            return tensor.to(device, dtype).contiguous()
+
+        def layer_weights(layer: int) -> LayerWeights:
+            weights: dict[str, Weight] = {}
+            for field in layer_shapes(config):
+                tensor = read(_name(layer, field))
+                weights[field] = quantize_int8(tensor) if quantization == "int8" and field in _LINEAR else tensor
+            return LayerWeights(**weights)  # type: ignore[arg-type]  # norms and biases are never quantized
+
+        embedding = read(EMBEDDING)
+        return cls(
+            config,
+            ops,
+            embedding,
+            [layer_weights(layer) for layer in range(config.n_layers)],
+            read(FINAL_NORM),
+            embedding if config.tie_embeddings else read(HEAD),
+        )
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    @cached_property
+    def weight_bytes(self) -> int:
+        """Memory of all weights, bytes; a tied head counts once."""
+        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in self._tensors()}
+        return sum(sizes.values())
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        weights: list[Weight | None] = [self.embedding, self.final_norm, self.head]
+        weights += [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
+        for weight in weights:
+            if isinstance(weight, Int8Weight):
+                yield from (weight.q, weight.scale)
+            elif weight is not None:
+                yield weight
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch, kv: Sequence[LayerKV], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
+        """One pass over the rows of ``batch``: writes their KV into ``kv`` (one entry a layer), returns logits [M,V].
+
+        ``features`` [N,F] are the hidden states after the layers ``feature_layers`` (0 = after the first layer, before
+        any final norm), side by side in the order given.
+        """
+        x = self.ops.embed(self.embedding, batch.ids)
+        rope = self.ops.rope_table(self.inv_freq, self.rope_scale, batch.positions)
+        after: dict[int, torch.Tensor] = {}
+        for layer, (weights, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
+            x = self.ops.decoder_layer(x, weights, shape, rope, kv[layer], batch)
+            if layer in feature_layers:
+                after[layer] = x
+        features = torch.cat([after[layer] for layer in feature_layers], dim=-1) if feature_layers else None
+        return ForwardOut(self.logits(x[batch.logit_rows]), features)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Final norm and output head on hidden states [M,H] of the last layer: [M,V]."""
+        return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
+
+
+def check_tensors(source: TensorSource) -> None:
+    """Raises ModelFileError unless ``source`` holds the tensors that its config asks for, and no others."""
+    expected, given = expected_tensors(source.config), set(source.names())
+    missing = [name for name in expected if name not in given]
+    if missing:
+        first, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelFileError(f"{source.where} lacks tensor {first} of shape {_shown(expected[first])}{more}")
+    for name in sorted(given):
+        shape, wanted = source.shape(name), expected.get(name)
+        if wanted is None and name == HEAD:
+            wanted = expected[EMBEDDING]  # a tied head that was saved all the same
+        if wanted is None and not name.endswith("rotary_emb.inv_freq"):
+            raise ModelFileError(
+                f"{source.where} holds an unexpected tensor {name} of shape {_shown(shape)}; "
+                f"a {source.config.architecture} model with this config has no such tensor"
+            )
+        if wanted is not None and shape != wanted:
+            raise ModelFileError(
+                f"{source.where}: tensor {name} has shape {_shown(shape)}; the config asks for {_shown(wanted)}"
+            )
+
+
+def _shown(shape: Sequence[int]) -> str:
+    return "[" + ", ".join(map(str, shape)) + "]"

@@ -1,0 +1,186 @@
+"""The operations in plain torch: any device, any floating type. The one that every other implementation must equal."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+
+from outrider.core.types import Batch
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, Weight
+
+Index = slice | torch.Tensor
+
+
+def quantize_int8(weight: torch.Tensor) -> Int8Weight:
+    """Rounds ``weight`` [out,in] to 8 bits with one symmetric scale for each output."""
+    wide = weight.to(_wide(weight.dtype))
+    scale = wide.abs().amax(dim=1) / 127.0
+    q = torch.round(wide / scale.clamp(min=torch.finfo(wide.dtype).tiny)[:, None])
+    return Int8Weight(q.to(torch.int8), scale)
+
+
+class ReferenceOps:
+    """Implements ``Ops``. Half types are widened to fp32 in norms and attention, as transformers does."""
+
+    def __init__(self) -> None:
+        self._plans: WeakKeyDictionary[Batch, list[_Group]] = WeakKeyDictionary()
+
+    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return table.index_select(0, ids)
+
+    def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        angles = positions.to(inv_freq.dtype)[:, None] * inv_freq
+        return angles.cos() * scale, angles.sin() * scale
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        wide = x.to(_wide(x.dtype))
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return weight * wide.to(x.dtype)
+
+    def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+        if not isinstance(weight, Int8Weight):
+            return F.linear(x, weight, bias)
+        work = torch.float32 if x.dtype == torch.float16 else x.dtype  # sums before scaling overflow fp16
+        y = (F.linear(x.to(work), weight.q.to(work)) * weight.scale).to(x.dtype)
+        return y if bias is None else y + bias
+
+    def decoder_layer(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        shape: LayerShape,
+        rope: Sequence[torch.Tensor],
+        kv: LayerKV,
+        batch: Batch,
+    ) -> torch.Tensor:
+        w, eps, dim = weights, shape.norm_eps, shape.head_dim
+        h = self.rms_norm(x, w.input_norm, eps)
+        q = self.linear(h, w.q, w.q_bias).view(-1, shape.n_heads, dim)
+        k = self.linear(h, w.k, w.k_bias).view(-1, shape.n_kv_heads, dim)
+        v = self.linear(h, w.v, w.v_bias).view(-1, shape.n_kv_heads, dim)
+        if w.q_norm is not None:
+            q = self.rms_norm(q, w.q_norm, eps)
+        if w.k_norm is not None:
+            k = self.rms_norm(k, w.k_norm, eps)
+        q, k = _rotate(q, rope), _rotate(k, rope)
+        kv.k.index_copy_(0, batch.slots, k.to(kv.k.dtype))
+        kv.v.index_copy_(0, batch.slots, v.to(kv.v.dtype))
+        x = x + self.linear(self._attend(q, shape, kv, batch), w.o, w.o_bias)
+        h = self.rms_norm(x, w.post_norm, eps)
+        h = F.silu(self.linear(h, w.gate, w.gate_bias)) * self.linear(h, w.up, w.up_bias)
+        return x + self.linear(h, w.down, w.down_bias)
+
+    def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
+        """Attention of ``q`` [N, heads, dim] over the paged KV: [N, heads * dim]."""
+        groups = self._plans.get(batch)
+        if groups is None:
+            groups = self._plans[batch] = _plan(batch)
+        if len(groups) == 1:
+            return groups[0].attend(q, shape, kv)
+        out = q.new_empty(q.shape[0], shape.n_heads * shape.head_dim)
+        for group in groups:
+            out[group.rows] = group.attend(q[group.rows], shape, kv)
+        return out
+
+
+class _Group:
+    """S sequences with n rows each, padded to L slots: what attention needs, worked out once for all layers."""
+
+    def __init__(self, batch: Batch, members: list[int]) -> None:
+        device, size = batch.positions.device, batch.block_size
+        first = members[0]
+        self.n = batch.cu_rows[first + 1] - batch.cu_rows[first]
+        self.n_seqs = len(members)
+        self.length = max(batch.kv_len[b] for b in members)
+        self.rows = _index([r for b in members for r in range(batch.cu_rows[b], batch.cu_rows[b + 1])], device)
+
+        def column(values: Sequence[int]) -> torch.Tensor:
+            return torch.tensor([[values[b]] for b in members], device=device)
+
+        logical = torch.arange(self.length, device=device).expand(self.n_seqs, -1)  # [S,L]
+        in_use = column(batch.kv_len)
+        blocks = batch.block_tables[first, : -(-self.length // size)].tolist() if self.n_seqs == 1 else []
+        if blocks and blocks == list(range(blocks[0], blocks[0] + len(blocks))):
+            self.slots: Index = slice(blocks[0] * size, blocks[0] * size + self.length)  # read in place, no copy
+        else:
+            held = torch.minimum(logical, in_use - 1)  # padding repeats a written slot: unwritten ones may hold NaN
+            tables = batch.block_tables[members].gather(1, held // size)
+            self.slots = (tables * size + held % size).flatten()
+
+        own = in_use - self.n + torch.arange(self.n, device=device)  # [S,n]
+        self._positions = batch.positions[self.rows].view(self.n_seqs, self.n)
+        self._key_positions = logical
+        self._visible = logical[:, None] <= own[..., None]  # [S,n,L]
+        if batch.ancestors is not None:
+            words = batch.ancestors[self.rows].view(self.n_seqs, self.n, -1)
+            bit = logical - column(batch.tail_start)
+            near = bit.clamp(0, 64 * words.shape[-1] - 1)
+            word = words.gather(2, (near // 64)[:, None].expand(-1, self.n, -1))
+            self._visible &= (bit < 0)[:, None] | ((word >> (near % 64)[:, None]) & 1).bool()
+            self._key_positions = logical.clone()  # in a tree, slot and position differ
+            for row, b in enumerate(members):
+                tail = slice(batch.tail_start[b], batch.kv_len[b])
+                self._key_positions[row, tail] = torch.tensor(batch.tail_positions[b], device=device)
+        self._hidden: dict[int | None, torch.Tensor | None] = {}
+
+    def hidden(self, window: int | None) -> torch.Tensor | None:
+        """Where a row must not look, [S,n,1,L]; None when every row sees every slot."""
+        if window not in self._hidden:
+            visible = self._visible
+            if window is not None:
+                visible = visible & (self._key_positions[:, None] > self._positions[..., None] - window)
+            self._hidden[window] = None if bool(visible.all()) else ~visible[:, :, None]
+        return self._hidden[window]
+
+    def attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV) -> torch.Tensor:
+        """Attention of this group's rows ``q`` [S*n, heads, dim]: [S*n, heads * dim]."""
+        heads, dim, shared = shape.n_kv_heads, shape.head_dim, shape.n_heads // shape.n_kv_heads
+        wide, batched = _wide(q.dtype), heads * self.n_seqs
+        query = (q.to(wide) * dim**-0.5).view(self.n_seqs, self.n, heads, shared, dim)
+        query = query.permute(2, 0, 1, 3, 4).reshape(batched, self.n * shared, dim)
+        key = _take(kv.k, self.slots).to(wide).reshape(batched, self.length, dim)
+        value = _take(kv.v, self.slots).to(wide).reshape(batched, self.length, dim)
+        scores = torch.bmm(query, key.transpose(1, 2)).view(heads, self.n_seqs, self.n, shared, self.length)
+        hidden = self.hidden(shape.window)
+        if hidden is not None:
+            scores.masked_fill_(hidden, float("-inf"))
+        mixed = torch.bmm(scores.softmax(-1).view(batched, self.n * shared, self.length), value)
+        mixed = mixed.view(heads, self.n_seqs, self.n, shared, dim).permute(1, 2, 0, 3, 4)
+        return mixed.reshape(self.n_seqs * self.n, shape.n_heads * dim).to(q.dtype)
+
+
+def _plan(batch: Batch) -> list[_Group]:
+    """Sequences with as many rows and a similar length (same power of two) share one padded attention call."""
+    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+    for b, length in enumerate(batch.kv_len):
+        groups[batch.cu_rows[b + 1] - batch.cu_rows[b], length.bit_length()].append(b)
+    return [_Group(batch, members) for (rows, _), members in groups.items() if rows]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The type to take sums in."""
+    return dtype if dtype == torch.float64 else torch.float32
+
+
+def _index(rows: list[int], device: torch.device) -> Index:
+    """``rows`` as a slice where they are consecutive: indexing then makes no copy."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return slice(rows[0], rows[0] + len(rows))
+    return torch.tensor(rows, device=device)
+
+
+def _take(pool: torch.Tensor, slots: Index) -> torch.Tensor:
+    """KV of ``slots``, [kv heads, slots, dim]."""
+    by_head = pool.transpose(0, 1)
+    return by_head[:, slots] if isinstance(slots, slice) else by_head.index_select(1, slots)
+
+
+def _rotate(x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Rotates ``x`` [N, heads, dim], first half of dim against second half (the layout of Hugging Face and NeoX)."""
+    cos, sin = rope[0][:, None], rope[1][:, None]
+    a, b = x.to(cos.dtype).chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
