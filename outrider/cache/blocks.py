@@ -61,7 +61,9 @@ class BlockManager:
                 break
             self._hold(block)
             seq.blocks.append(block)
-        seq.n_computed = seq.n_cached = len(seq.blocks) * self.block_size
+        seq.n_computed = len(seq.blocks) * self.block_size
+        if seq.n_output == 0:  # one that was preempted finds its own tokens: no hits
+            seq.n_cached = seq.n_computed
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Shares the parent's prompt blocks with a child of the same prompt, which computes the last token anew."""

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,11 +65,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
-        for name in ("stop", "stop_token_ids", "banned_token_ids", "processors"):
-            object.__setattr__(self, name, tuple(getattr(self, name)))
-        if self.allowed_token_ids is not None:
-            object.__setattr__(self, "allowed_token_ids", tuple(self.allowed_token_ids))
-        object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+        for name in ("stop", "stop_token_ids", "banned_token_ids", "processors", "allowed_token_ids"):
+            value = getattr(self, name)
+            if value is not None or name != "allowed_token_ids":
+                _require(isinstance(value, Iterable), name, value, "a list")
+                object.__setattr__(self, name, tuple(value))
+        _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from ids to numbers")
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         self._check()
 
     def _check(self) -> None:
@@ -110,6 +111,8 @@ class SamplingParams:
         ok = _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         _require(ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens ({self.max_tokens})")
         _require(all(isinstance(x, str) and x for x in self.stop), "stop", self.stop, "non-empty strings")
+        for name in ("ignore_eos", "skip_special_tokens"):
+            _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         lp = self.logprobs
         _require(
             lp is None or (_whole(lp) and 0 <= lp <= 100),

@@ -89,6 +89,13 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
     for key in values:
         if key not in known:
             raise SettingError(f"{where} has no setting '{key}'{nearest(key, known)}; known are {', '.join(known)}")
+    missing = [
+        f.name
+        for f in dataclasses.fields(typing.cast(Any, cls))
+        if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values
+    ]
+    if missing:
+        raise SettingError(f"{where} needs the setting '{missing[0]}'")
     return cls(**values)
 
 

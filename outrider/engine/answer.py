@@ -134,7 +134,7 @@ class Answer:
         if token in self._stop_ids:
             return FinishReason.STOP
         if seq.n_output >= seq.params.min_tokens:
-            cut = self._stop_string_at(max(0, before - self._longest_stop + 1))
+            cut = self._stop_string_at(before)
             if cut is not None:
                 self.text = self.text[:cut]
                 self._ends = [min(end, cut) for end in self._ends]
@@ -142,9 +142,10 @@ class Answer:
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(seq) >= seq.max_len else None
 
-    def _stop_string_at(self, start: int) -> int | None:
-        """Where the first stop string begins that the newest token completed."""
-        found = [at for s in self.seq.params.stop if (at := self.text.find(s, start)) >= 0]
+    def _stop_string_at(self, before: int) -> int | None:
+        """Where the first stop string begins that the newest token, whose text starts at ``before``, completed."""
+        stops = self.seq.params.stop
+        found = [at for s in stops if (at := self.text.find(s, max(0, before - len(s) + 1))) >= 0]
         return min(found) if found else None
 
     def _held_back(self) -> int:

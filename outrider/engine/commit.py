@@ -41,7 +41,8 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
         token = tokens[kept]
         seq.tokens.append(token)
         if seq.params.logprobs is not None:
-            answer.logprobs.append(token_logprobs(logits[rows[kept]], token, seq.params.logprobs))
+            row = logits[rows[kept]]
+            answer.logprobs.append(token_logprobs(row, token, seq.params.logprobs, answer.sampler.n_tokens))
         finish = answer.push(token, drafted=kept < len(verdict.path))
         kept += 1
     probes = tuple(int(row.argmax()) for row in logits[1 + draft.n_verify :])

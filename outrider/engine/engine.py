@@ -262,7 +262,7 @@ class Engine:
         del self._answer_of[seq.id]
         self.proposers[request.drafter].release(seq.id)
         self.scheduler.remove(seq)
-        if all(answer.finish is not None for answer in request.answers):
+        if all(answer.seq.id not in self._answer_of for answer in request.answers):  # the last one, not just all ended
             request.finished = time.perf_counter()
             del self._requests[request.id]
             self.metrics.requests_finished += 1

@@ -111,15 +111,6 @@ def spec_from_json(text: str) -> SpecConfig:
 def settings_of(config: SpecConfig) -> Any:
     """The chosen drafter's own settings, checked."""
     name, kind = kind_of(config.method)
-    missing = [
-        f.name
-        for f in dataclasses.fields(kind.settings)
-        if f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-        and f.name not in config.options
-    ]
-    if missing:
-        raise SettingError(f"drafter {name} needs the setting '{missing[0]}'")
     return from_mapping(kind.settings, config.options, f"drafter {name}")
 
 

@@ -76,6 +76,7 @@ class _Follower:
                 if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
                     break
                 self.valid += 1
+        self.valid = min(self.valid, len(tokens) - 1)  # asked twice in a row: the newest token's logits are wanted anew
         self.tail = []
 
 
@@ -148,7 +149,13 @@ class TwoModels(Proposer):
             return _Growing(span, self._sampler(seq), reason=reason)
         if seq.id not in self._followers:
             self._followers[seq.id] = _Follower(self._known_prefix(seq))
-        self._followers[seq.id].catch_up(seq.tokens)
+        follower = self._followers[seq.id]
+        before = follower.valid
+        follower.catch_up(seq.tokens)
+        self._note_filled(seq, before, follower.valid)
+        size = self.drafter.config.vocab_size
+        if any(token >= size for token in seq.tokens[follower.valid :]):  # a control token of the target's, say
+            return _Growing(span, self._sampler(seq), reason="the text holds a token that the draft model lacks")
         return _Growing(span, self._sampler(seq))
 
     def _known_prefix(self, seq: Seq) -> int:
@@ -183,14 +190,14 @@ class TwoModels(Proposer):
                 chunks.append(Span(seq, valid, min(CATCH_UP_ROWS, len(seq) - valid)))
             for chunk, rows in zip(chunks, self._forward(chunks), strict=True):
                 self._followers[chunk.seq.id].valid = chunk.end
-                self._note_filled(chunk)
+                self._note_filled(chunk.seq, chunk.start, chunk.end)
                 if chunk.reaches_end:
                     last[chunk.seq.id] = rows
         return [last[span.seq.id] for span in spans]
 
-    def _note_filled(self, chunk: Span) -> None:
+    def _note_filled(self, seq: Seq, start: int, end: int) -> None:
         size = self._blocks.block_size
-        for block in chunk.seq.blocks[chunk.start // size : chunk.end // size]:
+        for block in seq.blocks[start // size : end // size]:
             self._filled[block] = self._blocks.version[block]
 
     def _add_level(self, g: _Growing, logits: NDArray[np.floating]) -> None:

@@ -1,0 +1,87 @@
+"""Distributions: the arithmetic of verification, and draws from them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import stats
+
+from outrider.core.dist import Dist
+
+P = Dist.dense(np.array([0.5, 0.3, 0.2, 0.0]))
+Q = Dist.dense(np.array([0.1, 0.6, 0.2, 0.1]))
+
+dists = st.lists(st.sampled_from([0.0, 0.0, 0.1, 0.7, 1.0, 1e-12]), min_size=6, max_size=6).filter(any)
+
+
+def dense(dist: Dist, size: int = 4) -> list[float]:
+    return dist.probs_of(np.arange(size)).tolist()
+
+
+def test_tokens_without_mass_are_left_out_and_the_rest_sums_to_one() -> None:
+    d = Dist.of(np.array([2, 5, 9]), np.array([1.0, 0.0, 3.0]))
+    assert d.ids.tolist() == [2, 9]
+    assert d.probs.tolist() == [0.25, 0.75]
+    assert [d.prob(t) for t in (0, 2, 5, 9, 10)] == [0, 0.25, 0, 0.75, 0]
+    assert d.probs_of(np.array([9, 5, 2, 11])).tolist() == [0.75, 0, 0.25, 0]
+    assert not d.certain
+    assert Dist.point(3).certain
+    assert Dist.point(3).prob(3) == 1.0
+
+
+def test_residuals_are_theorys_numbers() -> None:
+    assert dense(P.residual(Q)) == [1.0, 0.0, 0.0, 0.0]
+    assert dense(Q.residual(P)) == pytest.approx([0, 0.75, 0, 0.25])
+    assert P.residual(P) is P  # no mass left: itself, never NaN
+    assert P.excess(Q, 0.5).tolist() == pytest.approx([0.15, 0, 0])
+    assert dense(P.residual(Dist.point(1))) == pytest.approx([5 / 7, 0, 2 / 7, 0])
+
+
+def test_without_a_token() -> None:
+    rest = P.without(0)
+    assert rest is not None
+    assert dense(rest) == pytest.approx([0, 0.6, 0.4, 0])
+    assert P.without(3) is P
+    assert Dist.point(2).without(2) is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(p=dists, q=dists, scale=st.sampled_from([1.0, 0.5, 1e-9]))
+def test_residual_is_the_dense_formula(p: list[float], q: list[float], scale: float) -> None:
+    a, b = Dist.dense(np.array(p)), Dist.dense(np.array(q))
+    weights = np.maximum(scale * np.array(p) / sum(p) - np.array(q) / sum(q), 0.0)
+    got = np.array(dense(a.residual(b, scale), 6))
+    assert got.sum() == pytest.approx(1.0, abs=1e-12)
+    if weights.sum() > 1e-9 * scale:
+        assert got == pytest.approx(weights / weights.sum(), abs=1e-6)
+    assert a.excess(b, scale).sum() == pytest.approx(weights.sum(), abs=1e-15)
+
+
+def test_samples_stand_at_their_quantiles() -> None:
+    d = Dist.of(np.array([3, 7, 8]), np.array([0.25, 0.5, 0.25]))
+    assert [d.sample(u) for u in (0.0, 0.2499, 0.25, 0.7499, 0.75, 1 - 2**-53)] == [3, 3, 7, 7, 8, 8]
+    assert Dist.point(5).sample(0.99) == 5
+    n = 10_000
+    counts = [sum(P.sample((i + 0.5) / n) == t for i in range(n)) for t in range(4)]
+    assert counts == [5000, 3000, 2000, 0]
+
+
+def test_gumbel_max_has_the_law_and_depends_on_seed_and_position_only() -> None:
+    n = 5000
+    for draws in ([P.gumbel_max(1, i) for i in range(n)], [P.gumbel_max(i, 1) for i in range(n)]):
+        counts = np.bincount(draws, minlength=4)
+        assert counts[3] == 0
+        assert stats.chisquare(counts[:3], n * P.probs).pvalue > 0.001
+        assert stats.chisquare(counts[:3], n * np.array([0.45, 0.35, 0.2])).pvalue < 1e-6  # a negative control
+    assert [P.gumbel_max(1, i) for i in range(50)] == [P.gumbel_max(1, i) for i in range(50)]
+
+
+def test_gumbel_max_keeps_its_token_when_an_other_one_is_taken_away() -> None:
+    """The noise belongs to the token, not to its place in the array: what makes coupling work."""
+    for i in range(200):
+        token = P.gumbel_max(2, i)
+        rest = P.without((token + 1) % 3)
+        assert rest is not None
+        assert rest.gumbel_max(2, i) == token
