@@ -10,6 +10,7 @@ import torch
 
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import Decoder, expected_tensors
+from outrider.models.load import LoadedModel
 from outrider.models.source import TensorSource
 from outrider.ops.reference import ReferenceOps
 
@@ -109,3 +110,11 @@ def full_logits(model: Decoder | TensorSource, tokens: Sequence[int]) -> torch.T
         gate, up = ((h @ m.T) + (0 if b is None else b) for m, b in ((w.gate, w.gate_bias), (w.up, w.up_bias)))
         x = x + (gate * torch.sigmoid(gate) * up) @ w.down.T + (0 if w.down_bias is None else w.down_bias)
     return norm(x, d.final_norm) @ d.head.T
+
+
+def toy_model(
+    config: ModelConfig | None = None, seed: int = 0, dtype: torch.dtype = torch.float64, device: str = "cpu"
+) -> LoadedModel:
+    """A toy model as the engine takes it, without a tokenizer: it speaks token ids."""
+    decoder = Decoder.from_source(MemorySource(config, seed), ReferenceOps(), dtype, device)
+    return LoadedModel(f"toy-{seed}", decoder.config, decoder, None, None, decoder.weight_bytes)
