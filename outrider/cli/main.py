@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; an error of the caller's is one line on standard error and exit code 2."""
     try:
         args = _parser().parse_args(argv)
+        logging.basicConfig(level=logging.INFO if args.verbose else logging.WARNING, format="%(name)s: %(message)s")
         code: int = args.run(args)
         sys.stdout.flush()
         return code
@@ -38,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
         module = importlib.import_module(f"outrider.cli.{name}")
         sub = commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
         module.add_arguments(sub)
+        sub.add_argument("-v", "--verbose", action="store_true", help="say more, such as the memory plan")
         sub.set_defaults(run=module.run)
     return parser
 

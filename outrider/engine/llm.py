@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.models.load import LoadedModel, load_model
 from outrider.spec.proposer import DraftContext
 from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping
+
+logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
@@ -41,6 +44,8 @@ class LLM:
             torch.set_num_threads(config.threads)
         target = load_model(model, dtype=config.dtype, device=config.device, quantization=config.quantization)
         self.engine = build_engine(target, config, spec)
+        for line in self.engine.memory.lines():
+            logger.info(line)
 
     @property
     def target(self) -> LoadedModel:
