@@ -93,6 +93,7 @@ class Answer:
         self.drafted: list[bool] = []  # per output token: was it an accepted draft token?
         self._detokenizer = detokenizer
         self._ends: list[int] = []  # per output token: length of the text after it
+        self._taken = 0  # tokens already handed out
         self._released = 0  # characters already handed out
         self._next = 0  # the first token whose text is not handed out in full
         stop_ids = set(seq.params.stop_token_ids)
@@ -115,6 +116,13 @@ class Answer:
         """Ends the answer from outside: abort, or a rule that could not be applied."""
         self.finish, self.error = reason, error
         self._close()
+
+    def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...] | None]:
+        """The tokens since the last call, and their logprobs if they were asked for."""
+        tokens = tuple(self.seq.tokens[self.seq.n_prompt + self._taken :])
+        logprobs = None if self.seq.params.logprobs is None else tuple(self.logprobs[self._taken :])
+        self._taken += len(tokens)
+        return tokens, logprobs
 
     def release(self) -> list[Segment]:
         """The text since the last call that no stop string can take back any more."""

@@ -145,15 +145,19 @@ class Engine:
             return
         self.metrics.requests_aborted += 1
         for answer in request.answers:
-            if answer.finish is None:
-                answer.end(FinishReason.ABORT)
-                self._retire(answer.seq)
+            if answer.seq.id in self._answer_of:
+                if answer.finish is None:
+                    answer.end(FinishReason.ABORT)
+                self._settle(answer.seq)
 
     def step(self) -> list[Delta]:
         """One pass over what is scheduled; returns what each answer gained."""
         self._in_step = True
         try:
             deltas = self._step()
+        except BaseException:  # an interrupt, or a fault of a drafter
+            self._recover()
+            raise
         finally:
             self._in_step = False
         while self._aborts:
@@ -197,7 +201,7 @@ class Engine:
         for proposer in self.proposers.values():
             proposer.observe([commit for commit in commits if self._proposer_of(commit.seq) is proposer])
         records = tuple(self._span_record(outcome) for outcome in outcomes)
-        deltas = [delta for outcome in outcomes if (delta := self._hand_out(outcome)) is not None]
+        deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
         record = self._record(plan, records, clock)
         self.controller.observe(record)
@@ -242,19 +246,26 @@ class Engine:
         answer.stats.add_step(span.draft.n_verify, len(outcome.path), len(outcome.new_tokens), span.draft.reason)
         return outcome
 
-    def _hand_out(self, outcome: Outcome) -> Delta | None:
-        """What the caller gets of an outcome; an ended sequence is retired."""
-        seq, n = outcome.span.seq, len(outcome.new_tokens)
+    def _settle(self, seq: Sequence) -> Delta:
+        """Hands out what a sequence gained, into the request's mailbox too; retires it if it ended."""
         request, answer = self._request_of[seq.id], self._answer_of[seq.id]
-        if outcome.finish is not None:
-            self._retire(seq)
-        elif n == 0:
-            return None
-        if n and request.first_token is None:
+        tokens, logprobs = answer.take()
+        if tokens and request.first_token is None:
             request.first_token = time.perf_counter()
-        logprobs = None if seq.params.logprobs is None else tuple(answer.logprobs[len(answer.logprobs) - n :])
-        index = request.answers.index(answer)
-        return Delta(request.id, index, outcome.new_tokens, tuple(answer.release()), logprobs, outcome.finish)
+        index, segments = request.answers.index(answer), tuple(answer.release())
+        delta = Delta(request.id, index, tokens, segments, logprobs, answer.finish)
+        request.pending.append(delta)
+        if answer.finish is not None:
+            self._retire(seq)
+        return delta
+
+    def _recover(self) -> None:
+        """After a step that was broken off: tokens that were appended stand, all KV of the running is computed anew."""
+        for answer in list(self._answer_of.values()):
+            if answer.finish is not None:
+                self._settle(answer.seq)
+        for seq in self.scheduler.preempt_all():
+            self._proposer_of(seq).release(seq.id)
 
     def _retire(self, seq: Sequence) -> None:
         """Takes an ended sequence out of the engine."""

@@ -91,8 +91,11 @@ class LLM:
     def watch(self, request: Request) -> Iterator[Delta]:
         """Runs a request that was added to the engine; ``RequestOutput.of`` gives its result afterwards."""
         try:
-            while request.finished is None:
-                yield from (delta for delta in self.engine.step() if delta.request_id == request.id)
+            while request.finished is None or request.pending:
+                if not request.pending:
+                    self.engine.step()
+                while request.pending:  # several streams may step the same engine
+                    yield request.pending.popleft()
             _raise_failure(RequestOutput.of(request))
         finally:
             self.engine.abort(request.id)

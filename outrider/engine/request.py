@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -24,13 +25,18 @@ class Limits:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt with its n answers; times are ``time.perf_counter()`` seconds."""
+    """One prompt with its n answers; times are ``time.perf_counter()`` seconds.
+
+    ``pending`` is a mailbox: every delta of the request is put there too, for a caller that does not step the engine
+    itself, or not alone.
+    """
 
     id: int
     prompt_ids: tuple[int, ...]
     drafter: str
     answers: list[Answer]
     arrived: float
+    pending: deque[Delta] = field(default_factory=deque)
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None

@@ -49,6 +49,13 @@ class Scheduler:
         seq.status = Status.FINISHED
         self.blocks.free(seq)
 
+    def preempt_all(self) -> list[Sequence]:
+        """Takes the blocks of all running sequences and queues them again, the oldest first; returns them."""
+        plan = Plan()
+        for seq in reversed(list(self.running)):
+            self._preempt(plan, seq)
+        return plan.preempted
+
     def schedule(self) -> Plan:
         """Plans the next step and reserves its KV slots; drafts are filled in later."""
         plan = Plan()

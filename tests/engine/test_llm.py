@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from outrider import LLM, OutriderError, SamplingParams, SettingError, SpecParams
+from outrider.engine import engine as engine_module
 from tests.tiny import write_tiny_model
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -64,6 +65,46 @@ def test_closing_a_stream_frees_its_blocks(llm: LLM) -> None:
     stream.close()
     assert llm.engine.blocks.n_free == free
     assert not llm.engine.has_work
+
+
+def test_two_streams_at_once_lose_nothing(llm: LLM) -> None:
+    """Each stream steps the engine for both: what a step gave the other one must not be lost."""
+    prompts = ("the target verifies", "Numbers: ")
+    alone = [llm.generate(prompt, GREEDY)[0].token_ids for prompt in prompts]
+    streams = [llm.stream(prompt, GREEDY) for prompt in prompts]
+    seen: list[list[int]] = [[], []]
+    for _ in range(24):
+        for tokens, stream in zip(seen, streams, strict=True):
+            tokens.extend(token for delta in [next(stream, None)] if delta for token in delta.token_ids)
+    assert [tuple(tokens) for tokens in seen] == alone
+
+
+@pytest.mark.parametrize("place", ["copy_blocks", "forward", "commit_step", "_record"])
+def test_an_interrupt_in_the_middle_of_a_step_loses_nothing(llm: LLM, place: str) -> None:
+    """Whatever was under way goes on as if nothing had been; what the interrupted caller asked for is cleaned up."""
+    prompt, params = "the target verifies", SamplingParams(temperature=1, seed=3, n=3, max_tokens=24)
+    expected = [c.token_ids for c in llm.generate(prompt, params)[0].completions]
+    free = llm.engine.blocks.n_free
+    stream = llm.stream(prompt, params)
+    deltas = [next(stream)]
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for _ in range(3):
+        with pytest.MonkeyPatch.context() as patch:
+            owner = {"commit_step": engine_module, "_record": llm.engine}.get(place, llm.engine.runner)
+            patch.setattr(owner, place, interrupt)
+            if place == "copy_blocks":  # only happens when there is something to copy
+                patch.setattr(llm.engine.runner, "forward", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate("Numbers: ", dataclasses.replace(GREEDY, max_tokens=1))
+        llm.engine.check_integrity()
+    deltas += stream
+    for index in range(3):
+        assert tuple(t for d in deltas if d.index == index for t in d.token_ids) == expected[index]
+    assert not llm.engine.has_work
+    assert llm.engine.blocks.n_free == free
 
 
 def test_chat_uses_the_template_and_takes_one_conversation_or_many(llm: LLM) -> None:

@@ -31,6 +31,9 @@ from outrider.spec.proposer import DraftContext, Needs, Proposer
 CATCH_UP_ROWS = 512
 """Rows of a sequence in one pass of the draft model when it reads a prompt."""
 
+MAX_DEPTH = 64
+"""Levels of a tree at most."""
+
 
 @dataclass(frozen=True)
 class ModelSettings:
@@ -116,6 +119,7 @@ class TwoModels(Proposer):
         kv_bytes = KVPool.bytes_per_token(drafter.config, decoder.dtype)
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._pick = draft_pick_for(method)
+        self._widest = max(settings.width(depth) for depth in range(MAX_DEPTH))
         self._followers: dict[int, _Follower] = {}
         self._filled: dict[int, int] = {}  # block -> version of its content when this model's KV of it was complete
 
@@ -171,8 +175,7 @@ class TwoModels(Proposer):
         """The request's own rules: the nearer q is to p, the more is accepted. A certain pick needs a ranking only."""
         params = seq.params
         if self._certain(seq):
-            width = max(1, *(self.settings.width(depth) for depth in range(64)))
-            params = replace(params, temperature=1.0, top_k=width, top_p=1.0, min_p=0.0)
+            params = replace(params, temperature=1.0, top_k=self._widest, top_p=1.0, min_p=0.0)
         tokenizer = self.target.tokenizer
         n_tokens = None if tokenizer is None else tokenizer.vocab_size
         return Sampler(params, self.target.config.vocab_size, self.target.config.eos_ids, n_tokens)
