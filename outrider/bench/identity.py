@@ -18,14 +18,19 @@ NEAR_TIE = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 0.125, tor
 
 @dataclass(frozen=True)
 class Divergence:
-    """Where two greedy outputs part: ``margin`` is plain decoding's top-2 gap in log-probability there."""
+    """Where two greedy outputs part.
+
+    ``margin`` is the gap in log-probability between plain decoding's best two tokens there. ``near_tie`` says that
+    these two are the tokens in question and the gap is one that rounding can turn over.
+    """
 
     prompt: int
     kind: str
     position: int
-    plain_token: int | None  # None: that output had ended
-    speculative_token: int | None
+    plain_token: int
+    speculative_token: int
     margin: float
+    near_tie: bool
 
 
 @dataclass(frozen=True)
@@ -47,18 +52,20 @@ def compare(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> Iterat
     """Answers each prompt greedily, plain and with the drafter, and compares token by token.
 
     Which of the two comes first alternates from prompt to prompt. Without a chat template the prompt is continued.
-    The margins come from the plain run's log-probabilities, which it reports on a second run where they are needed.
+    Where they differ the plain run is done again, the same way, with log-probabilities.
     """
     greedy = SamplingParams(temperature=0.0, max_tokens=max_tokens)
     for index, prompt in enumerate(prompts):
         ids = encode(llm, prompt)
         outputs = {}
         for enabled in (False, True) if index % 2 == 0 else (True, False):
-            outputs[enabled] = llm.generate(ids, greedy, SpecParams(enabled=enabled))[0]
+            outputs[enabled] = llm.generate([ids], greedy, SpecParams(enabled=enabled))[0]
         plain, speculative = outputs[False], outputs[True]
         divergence = None
         if plain.token_ids != speculative.token_ids:
-            divergence = _first_divergence(llm, index, prompt.kind, ids, plain, speculative, greedy)
+            scored = llm.generate([ids], replace(greedy, logprobs=2), SpecParams(enabled=False))[0]
+            near = NEAR_TIE[llm.target.decoder.dtype]
+            divergence = first_divergence(index, prompt.kind, scored, speculative, near)
         yield Comparison(index, prompt, plain, speculative, divergence)
 
 
@@ -69,20 +76,15 @@ def encode(llm: LLM, prompt: BenchPrompt) -> list[int]:
     return llm.encode_chat([{"role": "user", "content": prompt.text}])
 
 
-def _first_divergence(
-    llm: LLM,
-    index: int,
-    kind: str,
-    ids: list[int],
-    plain: RequestOutput,
-    speculative: RequestOutput,
-    greedy: SamplingParams,
-) -> Divergence:
-    a, b = plain.token_ids, speculative.token_ids
-    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    replay = llm.generate([*ids, *a[:at]], replace(greedy, max_tokens=1, logprobs=2), SpecParams(enabled=False))[0]
-    logprobs = replay.completions[0].logprobs
+def first_divergence(
+    index: int, kind: str, plain: RequestOutput, speculative: RequestOutput, near: float
+) -> Divergence | None:
+    """Where ``speculative`` leaves ``plain``, which was run with at least two logprobs; None where it does not."""
+    logprobs = plain.completions[0].logprobs
     assert logprobs is not None, "logprobs were asked for"
-    best, second = logprobs[0].top
-    token = [ids[at] if at < len(ids) else None for ids in (a, b)]
-    return Divergence(index, kind, at, token[0], token[1], best[1] - second[1])
+    for at, (a, b) in enumerate(zip(plain.token_ids, speculative.token_ids, strict=False)):
+        if a != b:
+            (first, best), (second, next_best) = logprobs[at].top[:2]
+            margin = best - next_best
+            return Divergence(index, kind, at, a, b, margin, {a, b} == {first, second} and margin <= near)
+    return None

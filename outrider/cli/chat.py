@@ -7,6 +7,8 @@ import sys
 
 from outrider.cli import flags
 from outrider.cli.stats import stats_lines
+from outrider.core.errors import OutriderError
+from outrider.core.params import SamplingParams
 from outrider.engine.llm import LLM
 from outrider.engine.request import Delta, RequestOutput
 
@@ -21,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--color", action="store_true", help="show accepted draft tokens in green")
     parser.add_argument("--stats", action="store_true", help="print what speculation did after each answer")
     flags.add_spec_flags(parser)
-    flags.add_sampling_flags(parser)
+    flags.add_sampling_flags(parser, skip=("n",))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,17 +44,28 @@ def run(args: argparse.Namespace) -> int:
             messages = list(opening)
         elif line:
             messages.append({"role": "user", "content": line})
-            request = llm.engine.add_request(llm.encode_chat(messages), params)
             try:
-                for delta in llm.watch(request):
-                    print(shown(delta, args.color), end="", flush=True)
-            except KeyboardInterrupt:
-                llm.engine.abort(request.id)
-            print()
-            output = RequestOutput.of(request)
-            messages.append({"role": "assistant", "content": output.text})
-            if args.stats:
-                _print_stats(llm, output)
+                messages.append({"role": "assistant", "content": _answer(llm, messages, params, args)})
+            except OutriderError as error:  # the conversation outgrew the context, say
+                messages.pop()
+                print(f"outrider: {error}; /reset starts a new conversation", file=sys.stderr)
+
+
+def _answer(llm: LLM, messages: list[dict[str, str]], params: SamplingParams, args: argparse.Namespace) -> str:
+    """Streams one answer and returns its text; Ctrl-C keeps what there is of it."""
+    before = dict(llm.engine.metrics.seconds), llm.engine.metrics.steps
+    stream = llm.stream_chat(messages, params)
+    try:
+        for delta in stream:
+            print(shown(delta, args.color), end="", flush=True)
+    except KeyboardInterrupt:
+        stream.close()
+    print()
+    output = RequestOutput.of(stream.request)
+    if args.stats:
+        for line in stats_lines(output, llm.engine.metrics, *before):
+            print(line, file=sys.stderr)
+    return output.text
 
 
 def shown(delta: Delta, color: bool) -> str:
@@ -60,8 +73,3 @@ def shown(delta: Delta, color: bool) -> str:
     if not color:
         return delta.text
     return "".join(f"{GREEN}{s.text}{PLAIN}" if s.drafted else s.text for s in delta.segments)
-
-
-def _print_stats(llm: LLM, output: RequestOutput) -> None:
-    for line in stats_lines(output.stats, output.drafter, output.prefill_s, output.decode_s, llm.engine.metrics):
-        print(line, file=sys.stderr)

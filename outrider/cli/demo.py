@@ -32,10 +32,12 @@ def run(args: argparse.Namespace) -> int:
         f"{decoder.device}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads, drafter "
         f"{next(iter(llm.engine.proposers))} with {llm.engine.spec.num_speculative_tokens} draft tokens, greedy"
     )
-    identical = run_demo(llm, QUICK, args.max_tokens, lambda line: print(line, flush=True))
-    print(
-        "The speculative output is identical to the plain one on every prompt."
-        if identical
-        else "Some outputs differ; each from a near-tie of the two best tokens on, if its margin above is tiny."
-    )
-    return 0
+    comparisons = run_demo(llm, QUICK, args.max_tokens, lambda line: print(line, flush=True))
+    parted = [c.divergence for c in comparisons if c.divergence is not None]
+    if not parted:
+        print("The speculative output is identical to the plain one on every prompt.")
+    elif all(d.near_tie for d in parted):
+        print("Outputs part only at near-ties of the best two tokens, which rounding turns over in this precision.")
+    else:
+        print("Outputs differ where they must not: please report this.")
+    return 0 if all(d.near_tie for d in parted) else 1

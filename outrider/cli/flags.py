@@ -34,10 +34,10 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
         add_flags(group, kind.settings, rename=_flag_names(kind.settings))
 
 
-def add_sampling_flags(parser: argparse.ArgumentParser) -> None:
+def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """How to sample; at the command line greedy is the default."""
     group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
-    add_flags(group, SamplingParams, skip=("processors", "logit_bias"))
+    add_flags(group, SamplingParams, skip=("processors", "logit_bias", *skip))
     group.add_argument("--logit-bias", metavar="JSON", help="for example '{\"42\": -100}'")
 
 

@@ -28,11 +28,12 @@ def run(args: argparse.Namespace) -> int:
     llm = flags.load(args)
     text = args.prompt if args.prompt is not None else sys.stdin.read()
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if args.chat else llm.encode(text)
-    request = llm.engine.add_request(prompt, params)
-    for delta in llm.watch(request):
+    before = dict(llm.engine.metrics.seconds), llm.engine.metrics.steps
+    stream = llm.stream(prompt, params)
+    for delta in stream:
         if not args.json and delta.index == 0:
             print(delta.text, end="", flush=True)
-    output = RequestOutput.of(request)
+    output = RequestOutput.of(stream.request)
     if args.json:
         print(json.dumps(output_json(output), ensure_ascii=False))
     else:
@@ -40,6 +41,6 @@ def run(args: argparse.Namespace) -> int:
         for completion in output.completions[1:]:
             print(f"--- answer {completion.index + 1}\n{completion.text}")
     if args.stats:
-        for line in stats_lines(output.stats, output.drafter, output.prefill_s, output.decode_s, llm.engine.metrics):
+        for line in stats_lines(output, llm.engine.metrics, *before):
             print(line, file=sys.stderr)
     return 0

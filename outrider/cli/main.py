@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
+import torch
+
 from outrider.core.errors import OutriderError
 
 COMMANDS = ("generate", "chat", "check", "demo", "pull", "info")
@@ -24,6 +26,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except OutriderError as error:
         print(f"outrider: {error}", file=sys.stderr)
+        return 2
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        print(f"outrider: out of memory: {error or 'the machine has no more to give'}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("outrider: interrupted", file=sys.stderr)

@@ -10,6 +10,8 @@ from outrider.core.settings import check_settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 QUANTIZATIONS = ("int8",)
+MAX_DRAFT = 256
+"""Draft rows of one sequence in one step, whatever is asked for."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class SpecConfig:
     """How to speculate: what all drafters share, and ``options``, the chosen drafter's own settings by name."""
 
     method: str = setting("ngram", "the drafter")
-    num_speculative_tokens: int = setting(5, "draft tokens a step (tree nodes for a tree)", low=0, high=256)
+    num_speculative_tokens: int = setting(5, "draft tokens a step (tree nodes for a tree)", low=0, high=MAX_DRAFT)
     rejection_sample_method: str = setting(
         "standard", "verification rule; all are lossless", choices=("standard", "block", "coupled")
     )

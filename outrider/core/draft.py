@@ -104,6 +104,7 @@ class Draft:
             self.q[:budget],
             min(self.n_verify, budget),
             None if self.confidence is None else self.confidence[:budget],
+            self.reason,
         )
 
     def ancestor_words(self) -> list[list[int]]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +17,9 @@ LogitsProcessor = Callable[[Sequence[int], Sequence[int], NDArray[np.floating]],
 """``processor(prompt_ids, output_ids, logits[V]) -> logits[V]``: called at every draft node with that node's own
 history; it must be a pure function of its arguments and may change ``logits`` in place."""
 
+MAX_STOP = 1024
+"""Characters of a stop string at most."""
+
 
 def _require(ok: bool, setting: str, given: object, allowed: str) -> None:
     if not ok:
@@ -23,11 +27,20 @@ def _require(ok: bool, setting: str, given: object, allowed: str) -> None:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _whole(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _plain(value: object) -> object:
+    """numpy's and other libraries' numbers as Python's own."""
+    if isinstance(value, (bool, int, float)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    return float(value) if isinstance(value, numbers.Real) else value
 
 
 @dataclass(frozen=True)
@@ -63,15 +76,18 @@ class SamplingParams:
     skip_special_tokens: bool = setting(True, "leave control tokens out of the text")
 
     def __post_init__(self) -> None:
+        for f in fields(self):
+            object.__setattr__(self, f.name, _plain(getattr(self, f.name)))
         if isinstance(self.stop, str):
             object.__setattr__(self, "stop", (self.stop,))
         for name in ("stop", "stop_token_ids", "banned_token_ids", "processors", "allowed_token_ids"):
             value = getattr(self, name)
             if value is not None or name != "allowed_token_ids":
                 _require(isinstance(value, Iterable), name, value, "a list")
-                object.__setattr__(self, name, tuple(value))
+                object.__setattr__(self, name, tuple(_plain(item) for item in value))
         _require(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, "a mapping from ids to numbers")
-        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        bias = {_plain(token): _plain(value) for token, value in self.logit_bias.items()}
+        object.__setattr__(self, "logit_bias", bias)
         self._check()
 
     def _check(self) -> None:
@@ -110,7 +126,8 @@ class SamplingParams:
         )
         ok = _whole(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens
         _require(ok, "min_tokens", self.min_tokens, f"a whole number from 0 to max_tokens ({self.max_tokens})")
-        _require(all(isinstance(x, str) and x for x in self.stop), "stop", self.stop, "non-empty strings")
+        ok = all(isinstance(x, str) and 0 < len(x) <= MAX_STOP for x in self.stop)
+        _require(ok, "stop", self.stop, f"texts of 1 to {MAX_STOP} characters")
         for name in ("ignore_eos", "skip_special_tokens"):
             _require(isinstance(getattr(self, name), bool), name, getattr(self, name), "true or false")
         lp = self.logprobs
@@ -162,6 +179,7 @@ class SpecParams:
     max_draft: int | None = None
 
     def __post_init__(self) -> None:
-        m = self.max_draft
+        m, d = self.max_draft, self.drafter
+        _require(d is None or isinstance(d, str), "drafter", d, "a drafter's name, or None")
         _require(isinstance(self.enabled, bool), "enabled", self.enabled, "true or false")
         _require(m is None or (_whole(m) and m >= 0), "max_draft", m, "a whole number >= 0, or None")

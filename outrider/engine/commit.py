@@ -31,7 +31,7 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
     """Appends the accepted path and the next token to the sequence, cut at the first reason to stop.
 
     ``logits`` [1+T,V]: row 0 after the newest token, row 1+i after draft node i. Token ids, text and logprobs are
-    cut at the same place.
+    cut at the same place; if a token cannot be taken in, what came before it stands.
     """
     seq, draft = span.seq, span.draft
     tokens = [draft.tokens[node] for node in verdict.path] + [verdict.next_token]
@@ -40,12 +40,16 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
     while finish is None and kept < len(tokens):
         token = tokens[kept]
         seq.tokens.append(token)
+        try:
+            finish = answer.push(token, drafted=kept < len(verdict.path))
+        except Exception:
+            seq.tokens.pop()
+            raise
         if seq.params.logprobs is not None:
             row = logits[rows[kept]]
             answer.logprobs.append(token_logprobs(row, token, seq.params.logprobs, answer.sampler.n_tokens))
-        finish = answer.push(token, drafted=kept < len(verdict.path))
         kept += 1
-    probes = tuple(int(row.argmax()) for row in logits[1 + draft.n_verify :])
+    probes = tuple(int(row[: answer.sampler.n_tokens].argmax()) for row in logits[1 + draft.n_verify :])
     return Outcome(span, verdict.path[:kept], tuple(tokens[:kept]), probes, finish)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -11,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cache.blocks import BlockManager
-from outrider.core.config import EngineConfig, SpecConfig
+from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
+from outrider.core.draft import Draft
 from outrider.core.errors import SettingError, nearest
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.rng import choice_seed, fresh_seed
@@ -23,7 +25,7 @@ from outrider.engine.request import Delta, Limits, Request, RequestOutput, check
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.models.detokenizer import Detokenizer
 from outrider.models.load import LoadedModel
-from outrider.runtime.memory import plan_memory
+from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool
 from outrider.runtime.runner import Runner, logits_by_span
 from outrider.sampling.rows import NodeRows
@@ -33,8 +35,7 @@ from outrider.spec.draws import draws_for
 from outrider.spec.proposer import Proposer
 from outrider.spec.verify import verify
 
-MAX_DRAFT = 256
-"""Draft rows of one sequence in one step, whatever is asked for."""
+logger = logging.getLogger("outrider")
 
 
 class Engine:
@@ -65,13 +66,13 @@ class Engine:
             sum(n.weight_bytes for n in needs),
             sum(n.kv_bytes_per_token for n in needs),
             max_len,
+            device_memory(decoder.device),
         )
-        n_tokens = min(shape.vocab_size, target.tokenizer.vocab_size) if target.tokenizer else shape.vocab_size
-        self.limits = Limits(max_len, self.memory.tokens, n_tokens)
+        self.limits = Limits(max_len, self.memory.tokens, target.n_tokens)
         self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size)
         for proposer in proposers.values():
-            proposer.start(self.blocks)
+            proposer.start(self.blocks, config.max_num_batched_tokens)
         self.controller = controller or FixedLength(spec.num_speculative_tokens)
         self.scheduler = Scheduler(self.blocks, self.controller, config.max_num_seqs, config.max_num_batched_tokens)
         self.metrics = EngineMetrics()
@@ -82,6 +83,7 @@ class Engine:
         self._next_request = 0
         self._next_sequence = 0
         self._in_step = False
+        self._failed_drafters: set[str] = set()
         self._aborts: list[int] = []
 
     @property
@@ -106,13 +108,17 @@ class Engine:
         if drafter not in self.proposers:
             known = list(self.proposers)
             hint = nearest(drafter, known)
-            raise SettingError(f"drafter is {drafter!r}; loaded in this engine are {', '.join(known)}{hint}")
+            raise SettingError(
+                f"drafter is {drafter!r}; loaded in this engine are {', '.join(known)}{hint}; enabled=False switches "
+                "speculation off"
+            )
         request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
         self._next_request += 1
         self._requests[request.id] = request
         seed = fresh_seed() if params.seed is None else params.seed
         eos_ids = self.target.config.eos_ids
-        sampler = Sampler(params, self.target.config.vocab_size, eos_ids, self.limits.vocab_size)
+        target = self.target
+        sampler = Sampler(params, target.config.vocab_size, eos_ids, target.n_tokens, target.unused_ids)
         for index in range(params.n):
             seq = Sequence(
                 id=self._next_sequence,
@@ -143,7 +149,6 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return
-        self.metrics.requests_aborted += 1
         for answer in request.answers:
             if answer.seq.id in self._answer_of:
                 if answer.finish is None:
@@ -221,10 +226,26 @@ class Engine:
         """Fills in the drafts, one batched call a drafter."""
         for name, proposer in self.proposers.items():
             own = [span for span in spans if span.budget and self._request_of[span.seq.id].drafter == name]
-            for span, draft in zip(own, proposer.propose(own) if own else [], strict=True):
-                bad = [token for token in draft.tokens if not 0 <= token < self.limits.vocab_size]
-                assert not bad, f"drafter {name} proposed token ids {bad}; the vocabulary has {self.limits.vocab_size}"
+            for span, draft in zip(own, self._drafts(name, proposer, own) if own else [], strict=True):
                 span.draft = draft.truncated(span.budget)
+
+    def _drafts(self, name: str, proposer: Proposer, spans: Seq[Span]) -> list[Draft]:
+        """What a drafter proposes. If it fails, that costs its drafts, never an answer."""
+        try:
+            drafts = proposer.propose(spans)
+            if len(drafts) != len(spans):
+                raise ValueError(f"{len(drafts)} drafts for {len(spans)} sequences")
+            for token in (token for draft in drafts for token in draft.tokens):
+                if not 0 <= token < self.limits.vocab_size:
+                    raise ValueError(f"token id {token}, where 0 to {self.limits.vocab_size - 1} are allowed")
+            return drafts
+        except Exception as error:
+            level = logging.DEBUG if name in self._failed_drafters else logging.WARNING  # once is enough
+            logger.log(level, "drafter %s failed: %s", name, error, exc_info=True)
+            self._failed_drafters.add(name)
+            for span in spans:
+                proposer.release(span.seq.id)
+            return [Draft.nothing("the drafter failed") for _ in spans]
 
     def _verify(self, span: Span, logits: NDArray[np.floating]) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
@@ -232,7 +253,8 @@ class Engine:
             return None
         seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
         try:
-            rows = NodeRows(answer.sampler, logits, seq.prompt_ids, seq.output_ids, span.draft)
+            prompt, output = (seq.prompt_ids, seq.output_ids) if answer.sampler.needs_history else ((), ())
+            rows = NodeRows(answer.sampler, logits, prompt, output, span.draft)
             return verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method)
         except Exception as error:  # a custom processor may raise anything
             answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
@@ -242,7 +264,11 @@ class Engine:
         answer = self._answer_of[span.seq.id]
         if verdict is None:
             return Outcome(span, finish=answer.finish)
-        outcome = append_tokens(span, verdict, answer, logits)
+        try:
+            outcome = append_tokens(span, verdict, answer, logits)
+        except Exception as error:
+            answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
+            return Outcome(span, finish=answer.finish)
         answer.stats.add_step(span.draft.n_verify, len(outcome.path), len(outcome.new_tokens), span.draft.reason)
         return outcome
 
@@ -276,7 +302,10 @@ class Engine:
         if all(answer.seq.id not in self._answer_of for answer in request.answers):  # the last one, not just all ended
             request.finished = time.perf_counter()
             del self._requests[request.id]
-            self.metrics.requests_finished += 1
+            if any(answer.finish is FinishReason.ABORT for answer in request.answers):
+                self.metrics.requests_aborted += 1
+            else:
+                self.metrics.requests_finished += 1
             self.metrics.cached_prompt_tokens += sum(answer.seq.n_cached for answer in request.answers)
 
     def _span_record(self, outcome: Outcome) -> SpanRecord:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,12 +17,13 @@ from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.models.load import LoadedModel, load_model
 from outrider.spec.proposer import DraftContext
-from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping
+from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping, spec_keys
 
 logger = logging.getLogger("outrider")
 
 Prompt = str | Sequence[int]
 Messages = Sequence[Mapping[str, Any]]
+Params = SamplingParams | Sequence[SamplingParams] | None
 Drafter = str | Mapping[str, Any] | SpecConfig
 
 
@@ -37,9 +39,20 @@ class LLM:
     Raises SettingError for a setting that is not allowed, ModelFileError for a model that cannot be loaded.
     """
 
-    def __init__(self, model: str = "smollm2", drafter: Drafter = SpecConfig.method, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str = "smollm2",
+        drafter: Drafter = SpecConfig.method,
+        *,
+        speculative_config: Mapping[str, Any] | None = None,
+        **settings: Any,
+    ) -> None:
+        """``speculative_config`` is another name for a mapping given as ``drafter``."""
+        for key in settings:
+            if key in spec_keys():
+                raise SettingError(f"{key} is a setting of speculation: give it in drafter={{'{key}': ...}}")
         config = from_mapping(EngineConfig, {"model": model, **settings}, "LLM")
-        spec = spec_of(drafter)
+        spec = spec_of(drafter if speculative_config is None else speculative_config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         target = load_model(model, dtype=config.dtype, device=config.device, quantization=config.quantization)
@@ -55,55 +68,47 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params = None,
         spec: SpecParams | None = None,
     ) -> list[RequestOutput]:
         """Continues each prompt (a text, or token ids), all at once; results are in the order of the prompts.
 
-        ``params`` is one for all, or one a prompt. Raises SettingError if a request is not valid, before any work.
+        ``sampling_params`` is one for all, or one a prompt. Raises SettingError if a request is not valid, before any
+        work.
         """
-        many = _as_list(prompts)
-        return self._run([self.encode(prompt) for prompt in many], params, spec)
+        return self._run([self.encode(prompt) for prompt in _as_list(prompts)], sampling_params, spec)
 
     def chat(
         self,
-        conversations: Messages | Sequence[Messages],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        messages: Messages | Sequence[Messages],
+        sampling_params: Params = None,
         spec: SpecParams | None = None,
     ) -> list[RequestOutput]:
         """Answers a conversation (a list of ``{"role": ..., "content": ...}``), or several at once."""
-        first = next(iter(conversations), None)
-        many: Any = [conversations] if first is None or isinstance(first, Mapping) else conversations
-        return self._run([self.encode_chat(messages) for messages in many], params, spec)
+        first = next(iter(messages), None)
+        many: Any = [messages] if first is None or isinstance(first, Mapping) else messages
+        return self._run([self.encode_chat(conversation) for conversation in many], sampling_params, spec)
 
     def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None, spec: SpecParams | None = None
-    ) -> Iterator[Delta]:
-        """Continues one prompt and yields what each step adds; closing the iterator aborts the request."""
-        return self.watch(self.engine.add_request(self.encode(prompt), params, spec))
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, spec: SpecParams | None = None
+    ) -> DeltaStream:
+        """Continues one prompt and yields what each step adds; closing or dropping the stream aborts the request."""
+        return self.watch(self.engine.add_request(self.encode(prompt), sampling_params, spec))
 
     def stream_chat(
-        self, messages: Messages, params: SamplingParams | None = None, spec: SpecParams | None = None
-    ) -> Iterator[Delta]:
-        """Answers one conversation and yields what each step adds; closing the iterator aborts the request."""
-        return self.watch(self.engine.add_request(self.encode_chat(messages), params, spec))
+        self, messages: Messages, sampling_params: SamplingParams | None = None, spec: SpecParams | None = None
+    ) -> DeltaStream:
+        """Answers one conversation and yields what each step adds; otherwise like ``stream``."""
+        return self.watch(self.engine.add_request(self.encode_chat(messages), sampling_params, spec))
 
-    def watch(self, request: Request) -> Iterator[Delta]:
+    def watch(self, request: Request) -> DeltaStream:
         """Runs a request that was added to the engine; ``RequestOutput.of`` gives its result afterwards."""
-        try:
-            while request.finished is None or request.pending:
-                if not request.pending:
-                    self.engine.step()
-                while request.pending:  # several streams may step the same engine
-                    yield request.pending.popleft()
-            _raise_failure(RequestOutput.of(request))
-        finally:
-            self.engine.abort(request.id)
+        return DeltaStream(self.engine, request)
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; control tokens in the text are parsed."""
         if not isinstance(prompt, str):
-            return list(prompt)
+            return _token_ids(prompt)
         tokenizer = self.target.tokenizer
         if tokenizer is None:
             raise SettingError("this model has no tokenizer; give the prompt as token ids")
@@ -117,15 +122,13 @@ class LLM:
         return tokenizer.encode(template.render(messages), add_bos=False)
 
     def _run(
-        self,
-        prompts: Sequence[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        spec: SpecParams | None,
+        self, prompts: Sequence[list[int]], sampling_params: Params, spec: SpecParams | None
     ) -> list[RequestOutput]:
-        each = list(params) if isinstance(params, Sequence) else [params] * len(prompts)
+        one = sampling_params is None or isinstance(sampling_params, SamplingParams)
+        each: list[Any] = [sampling_params] * len(prompts) if one else list(sampling_params)  # type: ignore[arg-type]
         if len(each) != len(prompts):
             raise SettingError(
-                f"params has {len(each)} entries; allowed is one for all, or one a prompt ({len(prompts)})"
+                f"sampling_params has {len(each)} entries; allowed is one for all, or one a prompt ({len(prompts)})"
             )
         requests: list[Request] = []
         try:
@@ -142,8 +145,36 @@ class LLM:
         return outputs
 
 
+class DeltaStream(Iterator[Delta]):
+    """The deltas of one request. Several streams may share an engine: whoever is asked steps it for all."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine, self.request = engine, request
+
+    def __next__(self) -> Delta:
+        while not self.request.pending:
+            if self.request.finished is not None:
+                _raise_failure(RequestOutput.of(self.request))
+                raise StopIteration
+            try:
+                self._engine.step()
+            except BaseException:
+                self.close()
+                raise
+        return self.request.pending.popleft()
+
+    def close(self) -> None:
+        """Aborts the request if it still runs."""
+        self._engine.abort(self.request.id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
 def spec_of(drafter: Drafter) -> SpecConfig:
     """Speculation settings from what ``LLM`` accepts."""
+    if not isinstance(drafter, (str, Mapping, SpecConfig)):
+        raise SettingError(f"drafter is {drafter!r}; allowed is a drafter's name, a mapping or a SpecConfig")
     if isinstance(drafter, SpecConfig):
         return spec_from_mapping(
             {
@@ -164,9 +195,21 @@ def build_engine(target: LoadedModel, config: EngineConfig, spec: SpecConfig) ->
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
     """One prompt (a text, or token ids) as a list of one."""
-    if isinstance(prompts, str) or all(isinstance(item, int) for item in prompts):
-        return [prompts]  # type: ignore[list-item]  # told apart by the test above
-    return prompts  # type: ignore[return-value]
+    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
+        raise SettingError(f"the prompt is {prompts!r}; allowed is a text, token ids, or a list of either")
+    if isinstance(prompts, str):
+        return [prompts]
+    many: list[Any] = list(prompts)
+    return [many] if many and not any(isinstance(item, Iterable) for item in many) else many
+
+
+def _token_ids(prompt: Sequence[int]) -> list[int]:
+    """Token ids as Python's own whole numbers, whatever library's they were."""
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+        raise SettingError(f"the prompt is {prompt!r}; allowed is a text or token ids")
+    if any(isinstance(token, bool) or not isinstance(token, numbers.Integral) for token in prompt):
+        raise SettingError(f"the prompt is {prompt!r}; allowed is a text or token ids (whole numbers)")
+    return [int(token) for token in prompt]
 
 
 def _raise_failure(output: RequestOutput) -> None:

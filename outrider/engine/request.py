@@ -158,4 +158,10 @@ def check_request(prompt_ids: Seq[int], params: SamplingParams, limits: Limits) 
     for token in prompt_ids:
         if not 0 <= token < limits.vocab_size:
             raise SettingError(f"the prompt holds token id {token}; allowed is 0 to {limits.vocab_size - 1}")
+    most = min(limits.max_model_len, limits.pool_tokens) - n
+    if params.min_tokens > most:
+        raise SettingError(
+            f"min_tokens is {params.min_tokens}; after a prompt of {n} tokens the context and the KV cache leave room "
+            f"for {most}"
+        )
     check_token_ids(params, limits.vocab_size)

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from outrider.cache.blocks import BlockManager, Copy
+from outrider.core.draft import Draft
 from outrider.core.types import Sequence, Span, Status
 from outrider.spec.controller import DraftController
 
@@ -57,25 +58,38 @@ class Scheduler:
         return plan.preempted
 
     def schedule(self) -> Plan:
-        """Plans the next step and reserves its KV slots; drafts are filled in later."""
+        """Plans the next step and reserves its KV slots; drafts are filled in later.
+
+        First come those that need one row, then their drafts (at most half of the rows that are left while prompts wait
+        for them), then prompts, then the drafts of those that got to their end.
+        """
         plan = Plan()
         self._step += 1
-        rows = self._continue_running(plan, self.max_rows)
+        rows = self._continue(plan, self.max_rows, prompts=False)
+        prompts_wait = bool(self.waiting) or any(self._last_step[seq.id] < self._step for seq in self.running)
+        rows -= self._give_draft_budgets(plan, rows // 2 if prompts_wait else rows)
+        rows = self._continue(plan, rows, prompts=True)
         if not plan.preempted:
             rows = self._admit_waiting(plan, rows)
         self._give_draft_budgets(plan, rows)
+        self._reserve_drafts(plan)
         return plan
 
-    def _continue_running(self, plan: Plan, rows: int) -> int:
-        """Rows for the running, those that waited longest first, so that a small row budget starves nobody."""
-        for seq in sorted(self.running, key=lambda s: (self._last_step[s.id], len(s) - s.n_computed > 1)):
+    def _continue(self, plan: Plan, rows: int, prompts: bool) -> int:
+        """Rows for the running, those that waited longest first; returns how many are left.
+
+        Those with more than one row to compute take their turn when ``prompts`` is set, or at once if they had nothing
+        in the last step: so a small row budget starves nobody.
+        """
+        for seq in sorted(self.running, key=lambda s: self._last_step[s.id]):
             if rows == 0:
                 break
-            if seq.status is not Status.RUNNING:  # preempted by an earlier one in this very loop
-                continue
+            last = self._last_step.get(seq.id, self._step)  # none left: it lost its blocks in this very loop
             n_new = min(len(seq) - seq.n_computed, rows)
+            if last == self._step or (len(seq) - seq.n_computed > 1 and last == self._step - 1 and not prompts):
+                continue
             while not self._reserve(plan, seq, n_new):
-                victim = self._youngest_idle(plan)
+                victim = self._youngest_idle()
                 self._preempt(plan, victim)
                 if victim is seq:
                     break
@@ -120,16 +134,33 @@ class Scheduler:
         else:
             self.blocks.adopt_prefix(seq)
 
-    def _give_draft_budgets(self, plan: Plan, rows: int) -> None:
-        """Draft rows for the spans that reach their sequence's end, as the controller says and free blocks allow."""
-        spans = [span for span in plan.spans if span.reaches_end]
+    def _give_draft_budgets(self, plan: Plan, rows: int) -> int:
+        """Draft rows, as the controller says, for the spans that reach their end and were not asked about yet.
+
+        Returns how many of ``rows`` they take. Where it comes to nothing, the (empty) draft says why.
+        """
+        spans = [s for s in plan.spans if s.reaches_end and s.seq.max_draft and not s.budget and not s.draft.reason]
         for span in spans:
             # A step that accepts everything yields one token more than it drafts.
             span.budget = max(0, min(span.seq.max_draft, span.seq.max_len - len(span.seq) - 1))
-        for span, budget in zip(spans, self.controller.budgets(spans, rows), strict=True):
-            copies = self.blocks.reserve(span.seq, span.end, span.end + budget) if budget else []
-            span.budget = budget if copies is not None else 0  # drafting never preempts anybody
-            plan.copies += copies or []
+        given = 0
+        for span, wanted in zip(spans, self.controller.budgets(spans, rows), strict=True):
+            if span.budget == 0:
+                span.draft = Draft.nothing("the answer is about to end")
+            span.budget = max(0, min(wanted, span.budget, rows - given))
+            if span.budget == 0 and not span.draft.reason:
+                span.draft = Draft.nothing("no rows left in the step" if given >= rows else "none asked for")
+            given += span.budget
+        return given
+
+    def _reserve_drafts(self, plan: Plan) -> None:
+        """KV slots for the drafts, last of all: drafting never preempts anybody."""
+        for span in plan.spans:
+            if span.budget:
+                copies = self.blocks.reserve(span.seq, span.end, span.end + span.budget)
+                if copies is None:
+                    span.budget, span.draft = 0, Draft.nothing("no free KV blocks")
+                plan.copies += copies or []
 
     def _reserve(self, plan: Plan, seq: Sequence, n_new: int) -> bool:
         copies = self.blocks.reserve(seq, seq.n_computed, seq.n_computed + n_new)
@@ -140,7 +171,7 @@ class Scheduler:
         self._last_step[seq.id] = self._step
         return True
 
-    def _youngest_idle(self, plan: Plan) -> Sequence:
+    def _youngest_idle(self) -> Sequence:
         """The youngest running sequence that has no rows in this step yet."""
         return next(s for s in reversed(self.running) if self._last_step[s.id] < self._step)
 

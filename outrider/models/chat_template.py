@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -14,21 +13,26 @@ from typing import Any
 
 from outrider.core.errors import ModelFileError, SettingError
 from outrider.models import chat_worker
-from outrider.models.chat_worker import MAX_OUTPUT_CHARS
-from outrider.models.tokenizer import NAMED_TOKENS, read_json, read_tokenizer_config
+from outrider.models.chat_worker import MAX_OUTPUT_CHARS, OUT_OF_TIME
+from outrider.models.tokenizer import NAMED_TOKENS, read_tokenizer_config
+from outrider.models.values import one_line
 
 MAX_SOURCE_BYTES = 256 << 10
-MAX_SECONDS = 2.0
+MAX_SECONDS = 2.0  # of computing: a busy machine must not make a good template fail
+MAX_WALL_SECONDS = 10.0
 _START_SECONDS = 30.0
+_START = "import sys; sys.path[:] = sys.argv[2:]; import runpy; runpy.run_path(sys.argv[1], run_name='__main__')"
+"""Starts the worker with the import path of this process. As a plain script it would also get the script's folder,
+where modules may be called like those of the standard library."""
 
 
 class ChatTemplate:
     """A model's Jinja template, rendered in a process of its own.
 
     A template comes with the model file and can loop, recurse or allocate without end, partly inside C code that no
-    exception reaches. So a second process renders it, with little memory, and is ended when it takes longer than
-    ``MAX_SECONDS``. It starts on first use, stays for the next call and ends with this object. Safe to call from any
-    thread; calls take turns.
+    exception reaches. So a second process renders it, with little memory, and is ended when it computes for longer
+    than ``MAX_SECONDS`` (where the system can tell), or takes ``MAX_WALL_SECONDS``. It starts on first use, stays for
+    the next call and ends with this object. Safe to call from any thread; calls take turns.
     """
 
     def __init__(self, source: str, tokens: Mapping[str, str]) -> None:
@@ -65,45 +69,42 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt,
         }
         try:
-            request = json.dumps([self.source, variables])
+            request = json.dumps([MAX_SECONDS, self.source, variables])
         except (TypeError, ValueError, RecursionError) as e:
-            raise SettingError(f"messages and tools must be JSON values, but: {_line(str(e))}") from None
+            raise SettingError(f"messages and tools must be JSON values, but: {one_line(e)}") from None
         with self._lock:
             if self._worker is None or not self._worker.alive:
                 self._worker = _Worker()
-            reply = self._worker.ask(request, MAX_SECONDS)
-            timed_out = self._worker.timed_out
+            reply = self._worker.ask(request, MAX_WALL_SECONDS)
+            limit = self._worker.exceeded
         if reply is None:
-            what = f"took longer than {MAX_SECONDS:g} s" if timed_out else "ended the process that renders it"
+            what = f"took longer than {limit:g} s" if limit else "ended the process that renders it"
             raise ModelFileError(f"the chat template {what}; it cannot be used")
         outcome, text = reply
         if outcome == "ok":
             return text
         if outcome == "refused":
-            raise SettingError(f"the model's chat template refuses the messages: {_line(text)}")
-        raise ModelFileError(f"the chat template fails: {_line(text)}")
+            raise SettingError(f"the model's chat template refuses the messages: {one_line(text)}")
+        raise ModelFileError(f"the chat template fails: {one_line(text)}")
 
 
 class _Worker:
     """A running ``chat_worker``; it ends with this object or when this process does."""
 
     def __init__(self) -> None:
-        # The same import path as here; PYTHONSAFEPATH keeps this folder, which the script lies in, off it.
-        path = os.pathsep.join(entry for entry in sys.path if entry)
         try:
             self._process = subprocess.Popen(
-                [sys.executable, chat_worker.__file__],
+                [sys.executable, "-I", "-c", _START, chat_worker.__file__, *filter(None, sys.path)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 encoding="ascii",
-                env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
                 start_new_session=True,  # Ctrl-C is the parent's matter
             )
         except OSError as e:
-            raise ModelFileError(f"the process that renders chat templates does not start: {_line(str(e))}") from None
+            raise ModelFileError(f"the process that renders chat templates does not start: {one_line(e)}") from None
         self._stop = weakref.finalize(self, _end, self._process)
-        self.timed_out = False
+        self._expired: float | None = None
         if self.ask("", _START_SECONDS) is None:
             raise ModelFileError("the process that renders chat templates does not start: is jinja2 installed?")
 
@@ -113,7 +114,7 @@ class _Worker:
 
     def ask(self, request: str, seconds: float) -> tuple[str, str] | None:
         """The answer to one request, or None when the process has ended instead. An empty request only waits."""
-        watchdog = threading.Timer(seconds, self._expire)
+        watchdog = threading.Timer(seconds, self._expire, [seconds])
         watchdog.daemon = True
         watchdog.start()
         try:
@@ -134,8 +135,14 @@ class _Worker:
             watchdog.cancel()
             watchdog.join()  # after this the process is not killed any more, and alive is true to the fact
 
-    def _expire(self) -> None:
-        self.timed_out = True
+    @property
+    def exceeded(self) -> float | None:
+        """The limit, in seconds, that the process was ended for; None when it was not."""
+        out_of_time = OUT_OF_TIME and self._process.poll() == -OUT_OF_TIME
+        return MAX_SECONDS if out_of_time else self._expired
+
+    def _expire(self, seconds: float) -> None:
+        self._expired = seconds
         self._process.kill()
 
 
@@ -165,22 +172,18 @@ def check_messages(messages: object) -> None:
         raise SettingError(f"messages have {MAX_OUTPUT_CHARS - room} characters; allowed are {MAX_OUTPUT_CHARS}")
 
 
-def load_chat_template(path: Path) -> ChatTemplate | None:
-    """The chat template of a Hugging Face folder or a GGUF file; None when it has none. Raises ModelFileError."""
-    if path.suffix == ".gguf":
-        from outrider.models.gguf_source import GGUFSource
-
-        return chat_template_from_metadata(GGUFSource(path).metadata)
-    names = read_tokenizer_config(path)
+def chat_template_from_folder(folder: Path) -> ChatTemplate | None:
+    """The chat template of a Hugging Face folder; None when it has none. Raises ModelFileError."""
+    names = read_tokenizer_config(folder)
     tokens = {name: names[name] for name in NAMED_TOKENS if isinstance(names.get(name), str)}
-    file = path / "chat_template.jinja"
+    file = folder / "chat_template.jinja"
     if file.is_file():
         try:
             return ChatTemplate(file.read_text(encoding="utf-8"), tokens)
         except UnicodeDecodeError:
             raise ModelFileError(f"{file} is not UTF-8 text") from None
-    found = read_json(path / "tokenizer_config.json").get("chat_template")
-    return None if found is None else ChatTemplate(_default(found, path / "tokenizer_config.json"), tokens)
+    found = names.get("chat_template")
+    return None if found is None else ChatTemplate(_default(found, folder / "tokenizer_config.json"), tokens)
 
 
 def chat_template_from_metadata(metadata: Mapping[str, Any]) -> ChatTemplate | None:
@@ -210,9 +213,3 @@ def _default(found: object, where: object) -> str:
         has = f"the templates {', '.join(named)}" if named else f"a {type(found).__name__}"
         raise ModelFileError(f"{where} has {has} as chat template; expected is a text or a list with one named default")
     return template
-
-
-def _line(text: str) -> str:
-    """``text`` as part of a one-line message."""
-    line = " ".join(text.split())
-    return line if len(line) <= 300 else line[:300] + "..."

@@ -1,8 +1,10 @@
 """The process that renders a chat template: a template is a program from a stranger, and a process can be stopped.
 
-``ChatTemplate`` runs this file as a script. It says ``["ready", ""]`` first; then each line on stdin is a JSON list
-``[source, variables]`` and each answer one JSON line ``[outcome, text]``, where the outcome is ``ok``, ``refused`` (the
-template called ``raise_exception``) or ``broken``. So that it starts fast, it must not import anything of Outrider.
+``ChatTemplate`` runs this file. It says ``["ready", ""]`` first; then each line on stdin is a JSON list
+``[seconds, source, variables]`` and each answer one JSON line ``[outcome, text]``, where the outcome is ``ok``,
+``refused`` (the template called ``raise_exception``) or ``broken``. The system ends this process, with the signal
+``OUT_OF_TIME``, when an answer takes more than ``seconds`` of computing. So that it starts fast, it must not import
+anything of Outrider.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ from __future__ import annotations
 import datetime
 import functools
 import json
+import signal
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,6 +23,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_OUTPUT_CHARS = 4 << 20
 MAX_MEMORY_BYTES = 512 << 20
+OUT_OF_TIME = int(getattr(signal, "SIGPROF", 0))  # 0: the system cannot tell
 _MAX_MESSAGE_CHARS = 1000
 
 
@@ -76,6 +80,12 @@ def limit_memory() -> None:
         pass  # the time limit is what remains
 
 
+def limit_computing(seconds: float) -> None:
+    """Lets this process compute for so long from now on (0: without end), where the system can."""
+    if hasattr(signal, "setitimer"):
+        signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
 def answer(template: Callable[[], jinja2.Template], variables: Mapping[str, Any]) -> tuple[str, str]:
     """Compiles and renders; whatever the template does comes back as (outcome, text)."""
     try:
@@ -101,11 +111,16 @@ def answer(template: Callable[[], jinja2.Template], variables: Mapping[str, Any]
 
 def main() -> None:
     limit_memory()
+    if OUT_OF_TIME:
+        signal.signal(OUT_OF_TIME, signal.SIG_DFL)  # a handler would wait for C code to return
     compiled = functools.lru_cache(maxsize=1)(environment().from_string)
     print(json.dumps(["ready", ""]), flush=True)
     for line in sys.stdin:
-        source, variables = json.loads(line)
-        print(json.dumps(answer(functools.partial(compiled, source), variables)), flush=True)
+        seconds, source, variables = json.loads(line)
+        limit_computing(seconds)
+        text = json.dumps(answer(functools.partial(compiled, source), variables))
+        limit_computing(0)
+        print(text, flush=True)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
 from functools import cached_property
@@ -79,6 +80,15 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for layer in range(config.n_layers):
         shapes.update({_name(layer, field): shape for field, shape in one_layer.items()})
     return shapes
+
+
+def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> int:
+    """Memory that the weights of such a model need, bytes (those in 8 bits without their scales)."""
+    layer = {field: math.prod(shape) for field, shape in layer_shapes(config).items()}
+    linear = config.n_layers * sum(n for field, n in layer.items() if field in _LINEAR)
+    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
+    others = config.n_layers * sum(layer.values()) - linear + embeddings + config.hidden_size
+    return others * dtype.itemsize + linear * (1 if quantization == "int8" else dtype.itemsize)
 
 
 def _name(layer: int, field: str) -> str:
@@ -197,7 +207,10 @@ class Decoder:
 
 def check_tensors(source: TensorSource) -> None:
     """Raises ModelFileError unless ``source`` holds the tensors that its config asks for, and no others."""
-    expected, given = expected_tensors(source.config), set(source.names())
+    given, layers = set(source.names()), source.config.n_layers
+    if layers > len(given):  # before the list of what is expected grows as long as a stranger says
+        raise ModelFileError(f"{source.where} holds {len(given)} tensors; the config asks for {layers} layers")
+    expected = expected_tensors(source.config)
     missing = [name for name in expected if name not in given]
     if missing:
         first, more = missing[0], f" and {len(missing) - 1} more" if len(missing) > 1 else ""

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.errors import ModelFileError
+from outrider.models.values import shown, whole
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ _NUMBERS = {
 _MAX_ARRAY = 1 << 24  # elements; the largest vocabularies have under a million
 _MAX_STRING = 1 << 26  # bytes
 _MAX_DIMS = 4
-_MAX_SHOWN = 80  # characters
+_NO_TOKEN = 0xFFFFFFFF  # how a 32-bit field says "there is none"
 _DEFAULT_ALIGNMENT = 32
 _HEADER_BYTES = 24
 _U32, _U64 = struct.Struct("<I"), struct.Struct("<Q")
@@ -218,10 +219,19 @@ class GGUFFile:
         return TensorInfo(name, kind, shape, offset, math.prod(shape) // kind.block * kind.n_bytes)
 
 
-def shown(value: object) -> str:
-    """A value from a file for an error message: on one line, and not too long."""
-    text = repr(value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "..."
+def named_id(metadata: Mapping[str, Any], name: str, n_tokens: int, where: str = "") -> int | None:
+    """The id of the token called ``name`` (bos, eos, ...), or None where the file names none. Raises ModelFileError."""
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is None or value == _NO_TOKEN:
+        return None
+    return whole(value, where + key, 0, n_tokens - 1)
+
+
+def end_ids(metadata: Mapping[str, Any], n_tokens: int, where: str = "") -> tuple[int, ...]:
+    """The tokens that end an answer. Raises ModelFileError."""
+    ends = (named_id(metadata, name, n_tokens, where) for name in ("eos", "eot", "eom"))
+    return tuple(dict.fromkeys(i for i in ends if i is not None))
 
 
 def _type_name(number: int) -> str:

@@ -16,7 +16,9 @@ from numpy.typing import NDArray
 
 from outrider.core.errors import ModelFileError, nearest
 from outrider.models.config import ModelConfig, RopeConfig
-from outrider.models.gguf_file import GGUFFile, shown
+from outrider.models.gguf_file import GGUFFile, end_ids, named_id
+from outrider.models.rope import MAX_FACTOR, MIN_FACTOR
+from outrider.models.values import MAX_LAYERS, MAX_SIZE, real, shown, whole
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 """Known values of ``general.architecture``; ``llama`` is also Mistral's, Llama 3's and SmolLM2's."""
@@ -41,7 +43,6 @@ _LAYER_NAMES = {
 }
 _LAYER_PATTERN = re.compile(r"blk\.(0|[1-9][0-9]{0,5})\.([a-z_]+)\.(weight|bias)")
 _ROPE_FREQS = "rope_freqs.weight"
-_NO_TOKEN = 0xFFFFFFFF  # how a 32-bit field says "there is none"
 _LLAMA3_ORIGINAL_CONTEXT = 8192
 _LLAMA3_TOLERANCE = 1e-4  # relative
 
@@ -181,7 +182,6 @@ class _Reading:
         layers = self.layers()
         context = self.whole("context_length")
         window = self.whole("attention.sliding_window", 0, low=0)
-        ends = [self.token(f"{kind}_token_id", vocab) for kind in ("eos", "eot", "eom")]
         first = "model.layers.0."
         return ModelConfig(
             architecture=self.architecture,
@@ -193,7 +193,7 @@ class _Reading:
             n_kv_heads=kv_heads,
             head_dim=head_dim,
             max_position=context,
-            norm_eps=self.real("attention.layer_norm_rms_epsilon"),
+            norm_eps=self.real("attention.layer_norm_rms_epsilon", high=1.0),
             rope=self.rope(head_dim, context),
             qkv_bias=first + "self_attn.q_proj.bias" in self.names,
             o_bias=first + "self_attn.o_proj.bias" in self.names,
@@ -201,13 +201,13 @@ class _Reading:
             qk_norm=first + "self_attn.q_norm.weight" in self.names,
             tie_embeddings="lm_head.weight" not in self.names,
             sliding_window=(window,) * layers if window else (),
-            bos_id=self.token("bos_token_id", vocab),
-            eos_ids=tuple(dict.fromkeys(i for i in ends if i is not None)),
+            bos_id=named_id(self.file.metadata, "bos", vocab, f"{self.file.path}: "),
+            eos_ids=end_ids(self.file.metadata, vocab, f"{self.file.path}: "),
         )
 
     def layers(self) -> int:
         """The number of layers, which the tensors must bear out."""
-        count = self.whole("block_count")
+        count = self.whole("block_count", high=MAX_LAYERS)
         found = {int(match[1]) for match in map(_LAYER_PATTERN.fullmatch, self.file.tensors) if match}
         if len(found) != count or max(found) != count - 1:
             raise self.bad(f"{self.architecture}.block_count", f"the number of layers that have tensors, {len(found)}")
@@ -216,7 +216,8 @@ class _Reading:
     def rope(self, head_dim: int, context: int) -> RopeConfig:
         """The rotary embedding; a factor without a scaling type means linear."""
         theta = self.real("rope.freq_base", 10000.0)
-        factor = self.real("rope.scaling.factor", self.real("rope.scale_linear", 1.0))
+        old_factor = self.real("rope.scale_linear", 1.0, MIN_FACTOR, MAX_FACTOR)
+        factor = self.real("rope.scaling.factor", old_factor, MIN_FACTOR, MAX_FACTOR)
         key = f"{self.architecture}.rope.scaling.type"
         kind = self.file.metadata.get(key, "linear")
         if kind not in ("none", "linear", "yarn"):
@@ -230,6 +231,8 @@ class _Reading:
             return RopeConfig(theta=theta)
         if kind == "linear":
             return RopeConfig(theta=theta, kind="linear", factor=factor)
+        if theta <= 1.0:  # the formula divides by its logarithm
+            raise self.bad(f"{self.architecture}.rope.freq_base", "a number above 1 with yarn")
         # The stored attention factor multiplies the usual one, 0.1 ln(factor) + 1; RopeConfig wants the product.
         attention = self.real("rope.scaling.yarn_attn_factor", 1.0)
         return RopeConfig(
@@ -262,39 +265,29 @@ class _Reading:
         )
         with np.errstate(all="ignore"):  # nonsense in the file gives nan, which equals nothing
             follows = np.allclose(stored, _llama3_divisors(rope, head_dim), rtol=_LLAMA3_TOLERANCE, atol=0.0)
-        if not follows or not 1.0 <= rope.factor < math.inf:
+        if not follows or not 1.0 <= rope.factor <= MAX_FACTOR:
             raise ModelFileError(
                 f"{self.file.path}: {_ROPE_FREQS} does not follow the Llama 3 formula, the only one known"
             )
         return rope if rope.factor > 1.0 else RopeConfig(theta=theta)
 
-    def token(self, key: str, vocab: int) -> int | None:
-        """A token id of the tokenizer's, or None where there is none."""
-        full = f"tokenizer.ggml.{key}"
-        value = self.file.metadata.get(full)
-        if value is None or value == _NO_TOKEN:
-            return None
-        if type(value) is not int or not 0 <= value < vocab:
-            raise self.bad(full, f"a token id below {vocab}")
-        return value
-
-    def whole(self, key: str, default: int | None = None, low: int = 1) -> int:
-        """A whole number of the architecture's, at least ``low``; without a default it must be there."""
+    def whole(self, key: str, default: int | None = None, low: int = 1, high: int = MAX_SIZE) -> int:
+        """A whole number of the architecture's; without a default it must be there."""
         full = f"{self.architecture}.{key}"
-        value = self.file.metadata.get(full, default)
-        if type(value) is not int or value < low:
-            raise self.bad(full, f"a whole number of at least {low}")
-        return value
+        return whole(self.given(full, default), f"{self.file.path}: {full}", low, high)
 
-    def real(self, key: str, default: float | None = None) -> float:
+    def real(self, key: str, default: float | None = None, low: float = 1e-12, high: float = 1e12) -> float:
         """A positive number of the architecture's; a 32-bit one as its shortest decimal (1e-05, not 9.99e-06)."""
         full = f"{self.architecture}.{key}"
-        value = self.file.metadata.get(full, default)
-        if type(value) not in (int, float) or not (math.isfinite(value) and value > 0.0):
-            raise self.bad(full, "a number above 0")
-        with np.errstate(over="ignore"):
-            short = np.float32(value)
-        return float(str(short)) if float(short) == value else float(value)
+        value = real(self.given(full, default), f"{self.file.path}: {full}", low, high)
+        short = np.float32(value)
+        return float(str(short)) if float(short) == value else value
+
+    def given(self, full: str, default: object) -> object:
+        """The value of a key, or its default. Raises ModelFileError for a missing key without one."""
+        if full not in self.file.metadata and default is None:
+            raise self.bad(full, "a number")
+        return self.file.metadata.get(full, default)
 
     def bad(self, key: str, allowed: str) -> ModelFileError:
         given = shown(self.file.metadata[key]) if key in self.file.metadata else "missing"

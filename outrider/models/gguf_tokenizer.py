@@ -14,7 +14,9 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from outrider.core.errors import ModelFileError
+from outrider.models.gguf_file import end_ids, named_id
 from outrider.models.tokenizer import SPACE_MARK, Tokenizer
+from outrider.models.values import shown
 
 
 class TokenType(IntEnum):
@@ -26,9 +28,6 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
-
-
-_NO_TOKEN = 0xFFFFFFFF  # how a 32-bit field says "there is none"
 
 
 def _words(digits: str) -> Any:
@@ -75,7 +74,7 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
     kind = metadata.get("tokenizer.ggml.model")
     builders = {"gpt2": _byte_level, "llama": _sentencepiece}
     if not isinstance(kind, str) or kind not in builders:
-        raise ModelFileError(f"tokenizer.ggml.model is {kind!r}; known are {', '.join(builders)}")
+        raise ModelFileError(f"tokenizer.ggml.model is {shown(kind)}; known are {', '.join(builders)}")
     tokens = _column(metadata, "tokens", str, None)
     types = _column(metadata, "token_type", int, len(tokens))
     ids: dict[str, int] = {}
@@ -83,7 +82,8 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         if token_type == TokenType.UNUSED:
             continue  # rows that only pad the embedding
         if token in ids:
-            raise ModelFileError(f"tokenizer.ggml.tokens has {token!r} twice, as {ids[token]} and {i}; once is allowed")
+            twice = f"{shown(token)} twice, as {ids[token]} and {i}"
+            raise ModelFileError(f"tokenizer.ggml.tokens has {twice}; once is allowed")
         ids[token] = i
     inner, adds_bos = builders[kind](metadata, ids, types)
     # Already in the vocabulary, so they keep their ids.
@@ -92,11 +92,10 @@ def tokenizer_from_metadata(metadata: Mapping[str, Any]) -> Tokenizer:
         [_added(t, special=True) for t, kind in marks.items() if kind in (TokenType.CONTROL, TokenType.UNKNOWN)]
     )
     inner.add_tokens([_added(t, special=False) for t, kind in marks.items() if kind == TokenType.USER_DEFINED])
-    ends = (_id(metadata, name, len(tokens)) for name in ("eos", "eot", "eom"))
     return Tokenizer(
         inner,
-        bos_id=_id(metadata, "bos", len(tokens)),
-        eos_ids=[i for i in ends if i is not None],
+        bos_id=named_id(metadata, "bos", len(tokens)),
+        eos_ids=end_ids(metadata, len(tokens)),
         adds_bos=bool(metadata.get("tokenizer.ggml.add_bos_token", adds_bos)),
     )
 
@@ -107,13 +106,14 @@ def _byte_level(
     """Byte-level BPE, and whether its family puts BOS in front."""
     pre = metadata.get("tokenizer.ggml.pre")
     if not isinstance(pre, str) or pre not in PRE_TOKENIZERS:
-        raise ModelFileError(f"tokenizer.ggml.pre is {pre!r}; known are {', '.join(PRE_TOKENIZERS)}")
+        raise ModelFileError(f"tokenizer.ggml.pre is {shown(pre)}; known are {', '.join(PRE_TOKENIZERS)}")
     splitter = PRE_TOKENIZERS[pre]
     merges = []
     for merge in _column(metadata, "merges", str, None):
         left, space, right = merge.partition(" ")
         if not (space and left in ids and right in ids and left + right in ids):
-            raise ModelFileError(f"tokenizer.ggml.merges has {merge!r}; allowed are two known tokens that make a third")
+            known = "two known tokens that make a third"
+            raise ModelFileError(f"tokenizer.ggml.merges has {shown(merge)}; allowed are {known}")
         merges.append((left, right))
     inner = tokenizers.Tokenizer(models.BPE(dict(ids), merges, ignore_merges=splitter is _llama3))
     if splitter is _qwen2:
@@ -138,7 +138,7 @@ def _sentencepiece(
     for piece in sorted(normal, key=lambda token: -scores[normal[token]]):
         cuts = ((piece[:at], piece[at:]) for at in range(len(piece) - 1, 0, -1))
         merges += [(left, right) for left, right in cuts if left in normal and right in normal]
-    unknown = _id(metadata, "unknown", len(types))
+    unknown = named_id(metadata, "unknown", len(types))
     byte_fallback = TokenType.BYTE in types
     model = models.BPE(
         dict(ids),
@@ -160,17 +160,6 @@ def _added(token: str, *, special: bool) -> Any:
     return AddedToken(token, normalized=False, special=special)
 
 
-def _id(metadata: Mapping[str, Any], name: str, n_tokens: int) -> int | None:
-    """The id of a named token, or None when the file names none."""
-    key = f"tokenizer.ggml.{name}_token_id"
-    value = metadata.get(key)
-    if value is None or value == _NO_TOKEN:
-        return None
-    if not isinstance(value, int) or not 0 <= value < n_tokens:
-        raise ModelFileError(f"{key} is {value!r:.60}; allowed is a token id from 0 to {n_tokens - 1}")
-    return value
-
-
 def _column(metadata: Mapping[str, Any], name: str, kind: type, length: int | None) -> list[Any]:
     """A list of the metadata whose values are of ``kind``, ``length`` of them (None = any number)."""
     key = f"tokenizer.ggml.{name}"
@@ -178,7 +167,7 @@ def _column(metadata: Mapping[str, Any], name: str, kind: type, length: int | No
     if value is None:
         raise ModelFileError(f"the GGUF file has no {key}, which its tokenizer needs")
     if isinstance(value, (str, bytes)) or not hasattr(value, "__len__"):
-        raise ModelFileError(f"{key} is {value!r:.60}; expected is a list")
+        raise ModelFileError(f"{key} is {shown(value)}; expected is a list")
     if length is not None and len(value) != length:
         raise ModelFileError(f"{key} has {len(value)} values; expected are {length}, one a token")
     try:
@@ -186,6 +175,6 @@ def _column(metadata: Mapping[str, Any], name: str, kind: type, length: int | No
             return [kind(v) for v in value]
         if all(isinstance(v, str) for v in value):
             return list(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
     raise ModelFileError(f"{key} holds a value that is not a {kind.__name__}; every value must be one")

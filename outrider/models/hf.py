@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.core.errors import ModelFileError, SettingError, nearest
 from outrider.models.config import ModelConfig
 from outrider.models.hf_config import config_from_hf
+from outrider.models.values import one_line, read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,11 +29,10 @@ class HFSource:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        generation = folder / "generation_config.json"
         self._config = config_from_hf(
             read_json(folder / "config.json"),
             str(folder / "config.json"),
-            read_json(generation) if generation.is_file() else None,
+            read_json(folder / "generation_config.json", optional=True),
         )
         self._located = self._locate()  # tensor name -> the open file that holds it
 
@@ -57,7 +56,7 @@ class HFSource:
         try:
             tensor: torch.Tensor = self._located[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise ModelFileError(f"{self._folder}: tensor {name} cannot be read: {error}") from error
+            raise ModelFileError(f"{self._folder}: tensor {name} cannot be read: {one_line(error)}") from error
         return tensor
 
     def _locate(self) -> dict[str, Any]:
@@ -100,20 +99,7 @@ def _open(path: Path) -> dict[str, Any]:
         file: Any = safe_open(path, framework="pt", device="cpu")
         return dict.fromkeys(file.keys(), file)
     except (SafetensorError, OSError) as error:
-        raise ModelFileError(f"{path} is damaged or not a safetensors file ({error})") from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ModelFileError when it is missing or is something else."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelFileError(f"{path.parent} lacks the file {path.name}") from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise ModelFileError(f"{path} is not a readable JSON file ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelFileError(f"{path} holds a JSON {type(value).__name__}; expected is an object")
-    return value
+        raise ModelFileError(f"{path} is damaged or not a safetensors file ({one_line(error)})") from error
 
 
 def resolve(name: str) -> Path:

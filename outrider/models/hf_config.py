@@ -8,7 +8,8 @@ from typing import Any
 
 from outrider.core.errors import ModelFileError, nearest
 from outrider.models.config import ModelConfig, RopeConfig
-from outrider.models.rope import ROPE_KINDS
+from outrider.models.rope import MAX_FACTOR, MIN_FACTOR, ROPE_KINDS
+from outrider.models.values import MAX_LAYERS, MAX_SIZE, real, shown, token_ids, whole
 
 
 @dataclass(frozen=True)
@@ -59,14 +60,16 @@ class _Reading:
             raise self.bad("num_key_value_heads", f"a divisor of num_attention_heads, {heads}")
         if head_dim % 2:
             raise self.bad("head_dim", f"an even number (here hidden_size / num_attention_heads is {hidden / heads:g})")
-        layers = self.size("num_hidden_layers")
+        layers = self.size("num_hidden_layers", high=MAX_LAYERS)
+        vocab = self.size("vocab_size")
         max_position = self.size("max_position_embeddings", family.max_position)
         bias = name in ("llama", "qwen3") and self.flag("attention_bias")
-        bos = self.ids("bos_token_id", self.values, family.bos)
-        eos = self.ids("eos_token_id", generation, None) + self.ids("eos_token_id", self.values, family.eos)
+        bos = self.ids("bos_token_id", self.values, family.bos, vocab)
+        eos = self.ids("eos_token_id", generation, None, vocab)
+        eos += self.ids("eos_token_id", self.values, family.eos, vocab)
         return ModelConfig(
             architecture=name,
-            vocab_size=self.size("vocab_size"),
+            vocab_size=vocab,
             hidden_size=hidden,
             intermediate_size=self.size("intermediate_size"),
             n_layers=layers,
@@ -74,7 +77,7 @@ class _Reading:
             n_kv_heads=kv_heads,
             head_dim=head_dim,
             max_position=max_position,
-            norm_eps=self.real("rms_norm_eps", self.values, 1e-6),
+            norm_eps=self.real("rms_norm_eps", self.values, 1e-6, high=1.0),
             rope=self.rope(max_position),
             qkv_bias=bias or name == "qwen2",
             o_bias=bias,
@@ -94,7 +97,7 @@ class _Reading:
             raise self.bad("architectures", f"one of {', '.join(FAMILIES)}")
         if given[0] not in FAMILIES:
             raise ModelFileError(
-                f"{self.where}: architecture {given[0]} is not supported; supported are "
+                f"{self.where}: architecture {shown(given[0])} is not supported; supported are "
                 f"{', '.join(FAMILIES)}{nearest(given[0], FAMILIES)}"
             )
         return FAMILIES[given[0]]
@@ -129,27 +132,29 @@ class _Reading:
         kind = given.get("rope_type", given.get("type", "default"))
         if kind not in ROPE_KINDS:
             raise ModelFileError(
-                f"{self.where}: {key} has rope type {kind!r}; supported are {', '.join(ROPE_KINDS)}"
-                f"{nearest(str(kind), ROPE_KINDS)}"
+                f"{self.where}: {key} has rope type {shown(kind)}; supported are {', '.join(ROPE_KINDS)}"
+                f"{nearest(shown(kind), ROPE_KINDS)}"
             )
         for holder in (given, self.values):
             if holder.get("partial_rotary_factor") not in (None, 1, 1.0):
                 raise ModelFileError(
-                    f"{self.where}: partial_rotary_factor is {holder['partial_rotary_factor']!r}; supported is 1"
+                    f"{self.where}: partial_rotary_factor is {shown(holder['partial_rotary_factor'])}; supported is 1"
                 )
         theta = self.real("rope_theta", given, self.real("rope_theta", self.values, 10000.0))
         if kind == "default":
             return RopeConfig(theta)
         if kind == "linear":
-            return RopeConfig(theta, kind, self.real("factor", given, None))
+            return RopeConfig(theta, kind, self.factor(given, None))
         trained = self.trained(given, max_position)
         implied = max_position / trained if kind == "yarn" else None  # DeepSeek-style files leave the factor out
-        factor = self.real("factor", given, implied)
+        factor = self.factor(given, implied)
         if kind == "llama3":
             low, high = self.real("low_freq_factor", given, None), self.real("high_freq_factor", given, None)
             if not low < high:
                 raise self.bad(key, f"low_freq_factor below high_freq_factor (given are {low:g} and {high:g})")
             return RopeConfig(theta, kind, factor, trained, low, high)
+        if theta <= 1.0:  # the formula divides by its logarithm
+            raise ModelFileError(f"{self.where}: rope_theta is {theta:g}; allowed with yarn is a number above 1")
         optional = ("attention_factor", "mscale", "mscale_all_dim")
         return RopeConfig(
             theta,
@@ -158,44 +163,46 @@ class _Reading:
             trained,
             beta_fast=self.real("beta_fast", given, 32.0),
             beta_slow=self.real("beta_slow", given, 1.0),
-            truncate=bool(given.get("truncate", True)),
+            truncate=self.flag("truncate", given, True),
             **{name: self.real(name, given, 0.0) for name in optional if given.get(name)},
         )
+
+    def factor(self, given: Mapping[str, Any], default: float | None) -> float:
+        """How many times the context was stretched."""
+        return self.real("factor", given, default, MIN_FACTOR, MAX_FACTOR)
 
     def trained(self, given: Mapping[str, Any], max_position: int) -> int:
         """The context before it was stretched; as in transformers a value outside the rope object wins."""
         key = "original_max_position_embeddings"
-        return int(self.real(key, self.values, self.real(key, given, max_position)))
+        inside = self.real(key, given, max_position, 1, MAX_SIZE)
+        return int(self.real(key, self.values, inside, 1, MAX_SIZE))
 
-    def size(self, key: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:
-        """A whole number >= ``low``; ``default`` where the key is missing, ``null`` where it is null."""
+    def size(
+        self, key: str, default: int | None = None, null: int | None = None, low: int = 1, high: int = MAX_SIZE
+    ) -> int:
+        """A whole number from ``low`` to ``high``; ``default`` where the key is missing, ``null`` where it is null."""
         value = self.values.get(key, default)
-        value = null if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < low:
-            raise self.bad(key, f"a whole number >= {low}")
-        return value
+        return whole(null if value is None else value, f"{self.where}: {key}", low, high)
 
-    def real(self, key: str, holder: Mapping[str, Any], default: float | None) -> float:
+    def real(
+        self, key: str, holder: Mapping[str, Any], default: float | None, low: float = 1e-12, high: float = 1e12
+    ) -> float:
         """A positive number; null counts as missing."""
         value = holder.get(key)
-        value = default if value is None else value
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-            raise ModelFileError(f"{self.where}: {key} is {value!r}; allowed is a number above 0")
-        return float(value)
+        return real(default if value is None else value, f"{self.where}: {key}", low, high)
 
-    def flag(self, key: str) -> bool:
-        value = self.values.get(key)
+    def flag(self, key: str, holder: Mapping[str, Any] | None = None, default: bool = False) -> bool:
+        """True or false; null counts as missing."""
+        value = (self.values if holder is None else holder).get(key)
         if value not in (None, True, False):
-            raise self.bad(key, "true or false")
-        return bool(value)
+            raise ModelFileError(f"{self.where}: {key} is {shown(value)}; allowed is true or false")
+        return default if value is None else bool(value)
 
-    def ids(self, key: str, holder: Mapping[str, Any], default: int | None) -> tuple[int, ...]:
-        """Token ids: one, a list, or none."""
-        value = holder.get(key, default)
-        values = [] if value is None else value if isinstance(value, list) else [value]
-        if any(not isinstance(v, int) or isinstance(v, bool) or v < 0 for v in values):
-            raise ModelFileError(f"{self.where}: {key} is {value!r}; allowed is a token id or a list of them")
-        return tuple(values)
+    def ids(self, key: str, holder: Mapping[str, Any], default: int | None, vocab: int) -> tuple[int, ...]:
+        """Token ids: one, a list, or none. A default outside of a small vocabulary counts as none."""
+        if key not in holder and default is not None and default >= vocab:
+            return ()
+        return token_ids(holder.get(key, default), f"{self.where}: {key}", vocab - 1)
 
     def bad(self, key: str, allowed: str) -> ModelFileError:
-        return ModelFileError(f"{self.where}: {key} is {self.values.get(key)!r}; allowed is {allowed}")
+        return ModelFileError(f"{self.where}: {key} is {shown(self.values.get(key))}; allowed is {allowed}")

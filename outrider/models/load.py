@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from outrider.core.config import DTYPES, QUANTIZATIONS
-from outrider.core.errors import ModelFileError, SettingError, nearest
+from outrider.core.errors import ModelFileError, OutriderError, SettingError, nearest
 from outrider.models.config import ModelConfig
-from outrider.models.decoder import Decoder
+from outrider.models.decoder import Decoder, weight_bytes
 from outrider.models.hf import HFSource, resolve
 from outrider.models.source import TensorSource
+from outrider.models.values import one_line
 from outrider.ops.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -34,27 +38,60 @@ class LoadedModel:
     chat_template: ChatTemplate | None
     weight_bytes: int
 
+    @property
+    def n_tokens(self) -> int:
+        """Token ids that may be drawn: the rows of the vocabulary without their padding."""
+        rows = self.config.vocab_size
+        return rows if self.tokenizer is None else min(rows, self.tokenizer.vocab_size)
+
+    @cached_property
+    def unused_ids(self) -> tuple[int, ...]:
+        """Ids below ``n_tokens`` that stand for no token."""
+        return () if self.tokenizer is None else tuple(i for i in self.tokenizer.unused_ids if i < self.n_tokens)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenModel:
+    """What one reading of a model's files gives; its weights are still in them."""
+
+    source: TensorSource
+    tokenizer: Tokenizer
+    chat_template: ChatTemplate | None
+
 
 def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> LoadedModel:
     """Loads 'smollm2' (fetched if need be), a ``.gguf`` file, a Hugging Face folder or a hub id.
 
     Raises SettingError for a setting that is not allowed, ModelFileError for a file that cannot be used.
     """
-    from outrider.models.chat_template import load_chat_template
-    from outrider.models.tokenizer import load_tokenizer
-
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise SettingError(f"quantization is {quantization!r}; allowed is {', '.join(QUANTIZATIONS)} or None")
     path = find(name)
-    source = open_source(path)
-    tokenizer = load_tokenizer(path)
-    decoder = Decoder.from_source(source, ReferenceOps(), precision, place, quantization)
-    ends = tuple(dict.fromkeys((*source.config.eos_ids, *tokenizer.eos_ids)))
-    config = replace(source.config, eos_ids=ends)
+    with _one_sentence(path):
+        opened = open_model(path)
+    config, tokenizer = opened.source.config, opened.tokenizer
+    need = f"{weight_bytes(config, precision, quantization) / (1 << 20):.0f} MiB"
+    with _one_sentence(path, f"; its weights need {need} on {place}"):
+        decoder = Decoder.from_source(opened.source, ReferenceOps(), precision, place, quantization)
+    ends = dict.fromkeys((*config.eos_ids, *(i for i in tokenizer.eos_ids if i < config.vocab_size)))
+    config = replace(config, eos_ids=tuple(ends))
     shown = name if name == DEFAULT_MODEL or not Path(name).expanduser().exists() else path.resolve().name
-    return LoadedModel(shown, config, decoder, tokenizer, load_chat_template(path), decoder.weight_bytes)
+    return LoadedModel(shown, config, decoder, tokenizer, opened.chat_template, decoder.weight_bytes)
+
+
+@contextmanager
+def _one_sentence(path: Path, need: str = "") -> Iterator[None]:
+    """The last resort: too little memory, and what nobody foresaw in a file, become a ModelFileError."""
+    try:
+        yield
+    except (OutriderError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # a panic inside a Rust library is no Exception
+        if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "allocate memory" in str(error):
+            raise ModelFileError(f"{path} does not fit in memory{need}") from error
+        raise ModelFileError(f"{path} cannot be read: {type(error).__name__}: {one_line(error)}") from error
 
 
 def find(name: str) -> Path:
@@ -66,15 +103,21 @@ def find(name: str) -> Path:
     return resolve(name)
 
 
-def open_source(path: Path) -> TensorSource:
-    """The tensors of a ``.gguf`` file or a Hugging Face folder."""
-    if path.is_dir():
-        return HFSource(path)
-    if path.suffix == ".gguf":
-        from outrider.models.gguf_source import GGUFSource
+def open_model(path: Path) -> OpenModel:
+    """Opens a ``.gguf`` file or a Hugging Face folder, whatever its name. Raises ModelFileError."""
+    from outrider.models.chat_template import chat_template_from_folder, chat_template_from_metadata
+    from outrider.models.tokenizer import tokenizer_from_folder
 
-        return GGUFSource(path)
-    raise ModelFileError(f"{path} is a file; allowed are .gguf files and Hugging Face folders")
+    if path.is_dir():
+        return OpenModel(HFSource(path), tokenizer_from_folder(path), chat_template_from_folder(path))
+    if path.suffix != ".gguf":
+        raise ModelFileError(f"{path} is a file; allowed are .gguf files and Hugging Face folders")
+    from outrider.models.gguf_source import GGUFSource
+    from outrider.models.gguf_tokenizer import tokenizer_from_metadata
+
+    source = GGUFSource(path)
+    template = chat_template_from_metadata(source.metadata)
+    return OpenModel(source, tokenizer_from_metadata(source.metadata), template)
 
 
 def pick_device(device: str) -> torch.device:

@@ -9,6 +9,7 @@ import torch
 from outrider.models.config import RopeConfig
 
 ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+MIN_FACTOR, MAX_FACTOR = 1e-3, 1e6  # within these all the formulas below give positive, finite numbers
 
 
 def rope_frequencies(rope: RopeConfig, head_dim: int, max_position: int) -> tuple[torch.Tensor, float]:

@@ -12,13 +12,15 @@ from typing import Any
 import tokenizers
 
 from outrider.core.errors import ModelFileError, SettingError
+from outrider.models.values import one_line, read_json, shown, token_ids
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_MAX_SPREAD, _FREE_SPREAD = 4, 1024  # ids may go up to 4 * tokens + 1024: every user of ids makes tables of that size
 
 
 class Tokenizer:
-    """A model's tokenizer. Token ids are plain ints from 0 to ``vocab_size`` - 1; a few of them may be unused.
+    """A model's tokenizer. Token ids are plain ints from 0 to ``vocab_size`` - 1; some may be unused.
 
     Decoding is defined by bytes: the text is the tokens' bytes put together and read as UTF-8, where each invalid part
     becomes U+FFFD. So streamed text (see ``Detokenizer``) and whole text are always the same.
@@ -52,10 +54,15 @@ class Tokenizer:
             raise ModelFileError(f"{where} has the decoder {shown}; known are byte-level and SentencePiece tokenizers")
         self.strips_leading_space = not self._byte_level and any(map(_strips, steps))
         """Whether encoding puts a space before the text that decoding takes away again (SentencePiece)."""
-        ids = list(inner.get_vocab(with_added_tokens=True).values())
-        if len(set(ids)) < len(ids):
-            raise ModelFileError(f"{where} has {len(ids)} tokens but only {len(set(ids))} ids; each needs its own")
-        self.vocab_size: int = 1 + max(ids, default=-1)
+        vocab = inner.get_vocab(with_added_tokens=True)
+        self._tokens: Mapping[int, str] = {i: token for token, i in vocab.items()}
+        n, n_ids = len(vocab), len(self._tokens)
+        if n_ids < n:
+            raise ModelFileError(f"{where} has {n} tokens but only {n_ids} ids; each needs its own")
+        last, allowed = max(self._tokens, default=-1), _MAX_SPREAD * n + _FREE_SPREAD
+        if last >= allowed:
+            raise ModelFileError(f"{where} has the token id {last} among {n} tokens; allowed are ids below {allowed}")
+        self.vocab_size: int = last + 1
         self.bos_id = bos_id
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
         if adds_bos is None:
@@ -68,6 +75,11 @@ class Tokenizer:
         plain = tokenizers.Tokenizer.from_str(self._inner.to_str())
         plain.encode_special_tokens = True
         return plain
+
+    @cached_property
+    def unused_ids(self) -> tuple[int, ...]:
+        """The ids below ``vocab_size`` that stand for no token, ascending: ``token_bytes`` refuses them."""
+        return tuple(i for i in range(self.vocab_size) if i not in self._tokens)
 
     def encode(self, text: str, *, specials: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of ``text``. ``specials`` False reads control tokens in the text as plain text.
@@ -97,16 +109,10 @@ class Tokenizer:
 
     def token(self, token_id: int) -> str:
         """The token as the vocabulary writes it (``Ġthe``, ``▁the``). Raises SettingError for an unknown id."""
-        known = self._token(operator.index(token_id))
+        known = self._tokens.get(operator.index(token_id))
         if known is None:
             raise SettingError(f"token id is {token_id}; allowed is a known token, from 0 to {self.vocab_size - 1}")
         return known
-
-    def _token(self, token_id: int) -> str | None:
-        if not 0 <= token_id < self.vocab_size:
-            return None
-        token: str | None = self._inner.id_to_token(token_id)
-        return token
 
     def token_bytes(self, token_id: int) -> bytes:
         """The exact bytes that a token adds to the text, special tokens included. Raises SettingError as ``token``."""
@@ -135,8 +141,8 @@ class Tokenizer:
         None when the two agree. A token is None where the id does not exist. Control tokens and other tokens added to
         the vocabulary are only compared with ordinary ones: that one side lacks or renames some does no harm.
         """
-        for i in range(max(self.vocab_size, other.vocab_size)):
-            mine, theirs = self._token(i), other._token(i)
+        for i in sorted(self._tokens.keys() | other._tokens.keys()):
+            mine, theirs = self._tokens.get(i), other._tokens.get(i)
             ordinary = mine is not None and i not in self._added
             ordinary_there = theirs is not None and i not in other._added
             if mine != theirs and (ordinary or ordinary_there):
@@ -180,68 +186,48 @@ def _strips(step: Mapping[str, Any]) -> bool:
     return bool(step["type"] == "Strip" and step.get("content") == " " and step.get("start", 0) > 0)
 
 
-def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a Hugging Face folder (``tokenizer.json``) or of a GGUF file. Raises ModelFileError."""
-    if path.suffix == ".gguf":
-        # Here, because both modules below build on Tokenizer.
-        from outrider.models.gguf_source import GGUFSource
-        from outrider.models.gguf_tokenizer import tokenizer_from_metadata
-
-        return tokenizer_from_metadata(GGUFSource(path).metadata)
-    file = path / "tokenizer.json"
+def tokenizer_from_folder(folder: Path) -> Tokenizer:
+    """The tokenizer of a Hugging Face folder (``tokenizer.json``). Raises ModelFileError."""
+    file = folder / "tokenizer.json"
     if not file.is_file():
         hint = ""
-        if (path / "tokenizer.model").is_file():
+        if (folder / "tokenizer.model").is_file():
             hint = " (tokenizer.model alone is not enough: save the tokenizer again with Hugging Face transformers)"
-        raise ModelFileError(f"{path} has no tokenizer.json, which is needed{hint}")
+        raise ModelFileError(f"{folder} has no tokenizer.json, which is needed{hint}")
     try:
         inner = tokenizers.Tokenizer.from_file(str(file))
     except Exception as e:  # the library raises bare Exception
-        raise ModelFileError(f"{file} is not a valid tokenizer file: {' '.join(str(e).split())[:200]}") from None
-    names = read_tokenizer_config(path)
-    _mark_special(inner, names)
-    config, generation = read_json(path / "config.json"), read_json(path / "generation_config.json")
+        raise ModelFileError(f"{file} is not a valid tokenizer file: {one_line(e, 200)}") from None
+    names = read_tokenizer_config(folder)
+    _mark_special(inner, names, folder)
+    config, generation = folder / "config.json", folder / "generation_config.json"
     bos_id = _id_of(inner, names.get("bos_token"))
     if bos_id is None:
-        bos_id = next(iter(_ids(config.get("bos_token_id"), path / "config.json")), None)
-    eos_ids = [
-        *_ids(generation.get("eos_token_id"), path / "generation_config.json"),
-        *_ids(config.get("eos_token_id"), path / "config.json"),
-    ]
+        bos_id = next(iter(_named_ids(config, "bos_token_id")), None)
     own_eos = _id_of(inner, names.get("eos_token"))
-    if own_eos is not None:
-        eos_ids.append(own_eos)
+    eos_ids = [*_named_ids(generation, "eos_token_id"), *_named_ids(config, "eos_token_id")]
     adds_bos = names.get("add_bos_token")
     return Tokenizer(
         inner,
         bos_id=bos_id,
-        eos_ids=eos_ids,
+        eos_ids=eos_ids if own_eos is None else [*eos_ids, own_eos],
         adds_bos=adds_bos if isinstance(adds_bos, bool) else None,
         where=str(file),
     )
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object from a file; empty when there is no such file. Raises ModelFileError."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as e:
-        raise ModelFileError(f"{file} cannot be read as JSON: {' '.join(str(e).split())[:200]}") from None
-    if not isinstance(found, dict):
-        raise ModelFileError(f"{file} holds a {type(found).__name__}; expected is a JSON object")
-    return found
-
-
 def read_tokenizer_config(folder: Path) -> dict[str, Any]:
     """``tokenizer_config.json`` over ``special_tokens_map.json``, with each named token as its plain text."""
-    named = read_json(folder / "special_tokens_map.json") | read_json(folder / "tokenizer_config.json")
+    files = [folder / "special_tokens_map.json", folder / "tokenizer_config.json"]
+    named = {key: value for file in files for key, value in read_json(file, optional=True).items()}
     for name in NAMED_TOKENS:
-        token = named.get(name)
-        if isinstance(token, dict):
-            named[name] = token.get("content")
+        named[name] = _content(named.get(name))
     return named
+
+
+def _content(token: object) -> object:
+    """The text of a token, which config files write plainly or as an object."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _id_of(inner: tokenizers.Tokenizer, token: object) -> int | None:
@@ -249,20 +235,19 @@ def _id_of(inner: tokenizers.Tokenizer, token: object) -> int | None:
     return found
 
 
-def _mark_special(inner: tokenizers.Tokenizer, names: Mapping[str, Any]) -> None:
+def _named_ids(file: Path, key: str) -> tuple[int, ...]:
+    return token_ids(read_json(file, optional=True).get(key), f"{file}: {key}")
+
+
+def _mark_special(inner: tokenizers.Tokenizer, names: Mapping[str, Any], folder: Path) -> None:
     """Makes the tokens that the tokenizer's config names special, as transformers does on loading."""
-    extra = names.get("additional_special_tokens") or names.get("extra_special_tokens") or []
-    listed = [token.get("content") if isinstance(token, dict) else token for token in extra]
+    listed = [names.get(name) for name in NAMED_TOKENS]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        extra = names.get(key) or []
+        if not isinstance(extra, (list, dict)):
+            raise ModelFileError(f"{folder / 'tokenizer_config.json'}: {key} is {shown(extra)}; allowed is a list")
+        listed += map(_content, extra.values() if isinstance(extra, dict) else extra)
     special = {token.content for token in inner.get_added_tokens_decoder().values() if token.special}
-    for token in [*map(names.get, NAMED_TOKENS), *listed]:
+    for token in listed:
         if _id_of(inner, token) is not None and token not in special:
             inner.add_special_tokens([tokenizers.AddedToken(token, normalized=False, special=True)])
-
-
-def _ids(value: object, file: Path) -> list[int]:
-    """One id, a list of ids or nothing, as the config files write token ids."""
-    ids: list[Any] = value if isinstance(value, list) else [] if value is None else [value]
-    for i in ids:
-        if not isinstance(i, int) or isinstance(i, bool) or i < 0:
-            raise ModelFileError(f"{file} has the token id {i!r}; allowed is a whole number from 0 on")
-    return ids

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ class Sampler:
 
     Order of the rules: allowed and banned tokens, logit bias, ``min_tokens``, penalties, custom processors,
     temperature, min-p, top-k, top-p. Shaping and probabilities are in float64. Ids from ``n_tokens`` (the tokenizer's
-    size) on are padding of the vocabulary and are never drawn.
+    size) on are padding of the vocabulary and are never drawn, nor are ``unused`` ids in between.
     """
 
     def __init__(
@@ -38,12 +39,15 @@ class Sampler:
         vocab_size: int,
         eos_ids: tuple[int, ...] = (),
         n_tokens: int | None = None,
+        unused: Sequence[int] = (),
     ) -> None:
         check_token_ids(params, vocab_size)
         self.params = params
         self.vocab_size = vocab_size
         self.n_tokens = vocab_size if n_tokens is None else min(n_tokens, vocab_size)
-        self._forbidden = self._compile_forbidden()
+        self._forbidden = self._compile_forbidden(unused)
+        self.needs_history = params.shapes_logits  # without rules that look back, the history may be left out
+        self._shapes = replace(params, min_tokens=0).shapes_logits or self._forbidden is not None
         self._bias_ids = np.array(list(params.logit_bias), dtype=np.int64)
         self._bias = np.array(list(params.logit_bias.values()), dtype=np.float64)
         endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
@@ -57,12 +61,13 @@ class Sampler:
         SettingError when no token is left, a logit is NaN or infinite, or a processor returns a wrong shape.
         """
         params = self.params
-        z = self._shaped(logits, prompt, output) if params.shapes_logits else logits
+        shapes = self._shapes or len(output) < params.min_tokens
+        z = self._shaped(logits, prompt, output) if shapes else logits
         z = z[: self.n_tokens]
         top = int(np.argmax(z))  # the first of equals; a NaN counts as the greatest, so the next line sees it
         peak = float(z[top])
         if not math.isfinite(peak):
-            raise _no_choice(peak, len(output))
+            raise _no_choice(peak, f" at output position {len(output)}" if self.needs_history else "")
         return Dist.point(top) if params.greedy else self._draw_from(z, peak)
 
     def _draw_from(self, z: NDArray[np.floating], peak: float) -> Dist:
@@ -85,14 +90,14 @@ class Sampler:
             ids, weights = _narrow(ids, weights, nucleus(weights, params.top_p))
         return Dist.of(np.arange(len(z)) if ids is None else ids, weights)
 
-    def _compile_forbidden(self) -> NDArray[np.bool_] | None:
+    def _compile_forbidden(self, unused: Sequence[int]) -> NDArray[np.bool_] | None:
         """bool[V]: the tokens that may never be drawn; None when that is only the padding (which is cut off)."""
         params = self.params
-        if params.allowed_token_ids is None and not params.banned_token_ids:
+        if params.allowed_token_ids is None and not params.banned_token_ids and not unused:
             return None
         forbidden = np.full(self.vocab_size, params.allowed_token_ids is not None)
         forbidden[list(params.allowed_token_ids or ())] = False
-        forbidden[list(params.banned_token_ids)] = True
+        forbidden[[*params.banned_token_ids, *unused]] = True
         return forbidden
 
     def _shaped(
@@ -132,10 +137,10 @@ def _narrow(
     return at if ids is None else ids[at], values[at]
 
 
-def _no_choice(peak: float, position: int) -> SettingError:
+def _no_choice(peak: float, place: str) -> SettingError:
     if peak == -math.inf:
         return SettingError(
-            f"no token is left to draw at output position {position}: allowed_token_ids, banned_token_ids, logit_bias, "
+            f"no token is left to draw{place}: allowed_token_ids, banned_token_ids, logit_bias, "
             "min_tokens and processors together must leave at least one"
         )
-    return SettingError(f"the logits at output position {position} hold {peak}; allowed are finite numbers and -inf")
+    return SettingError(f"the logits{place} hold {peak}; allowed are finite numbers and -inf")

@@ -40,8 +40,11 @@ class Proposer(ABC):
         in the drafter's own pool. A token reported with a ``q`` must have been drawn from that ``q``.
         """
 
-    def start(self, blocks: BlockManager) -> None:  # noqa: B027
-        """Called once, when the number of KV blocks is known; a drafter with own KV uses the same block ids."""
+    def start(self, blocks: BlockManager, max_rows: int) -> None:  # noqa: B027
+        """Called once, when the number of KV blocks is known; a drafter with own KV uses the same block ids.
+
+        ``max_rows`` is the row budget of a forward pass, for a drafter's own passes too.
+        """
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:  # noqa: B027
         """Blocks were copied in the target's pool: do likewise in an own one."""

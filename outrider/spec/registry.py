@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.core.config import SpecConfig
+from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
 from outrider.spec.drafts import model, ngram, none
 from outrider.spec.proposer import DraftContext, Proposer
 
+logger = logging.getLogger("outrider")
+
 
 @dataclass(frozen=True)
 class DrafterKind:
-    """One way to draft: its own settings (a frozen dataclass) and how to build it from them."""
+    """One way to draft: its own settings (a frozen dataclass) and how to build it from them.
+
+    Settings with a property ``draft_length`` that is not None (a tree of a fixed size) set the default draft length.
+    """
 
     settings: type
     build: Callable[[DraftContext, Any], Proposer]
@@ -31,6 +37,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
 }
 
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
+
+_PLANNED = ("suffix", "lookahead", "medusa", "eagle", "eagle3", "self", "combine", "prediction")
 
 # What people bring from other engines, and what to say to them.
 _LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"
@@ -61,7 +69,8 @@ def kind_of(method: str) -> tuple[str, DrafterKind]:
         if method == name or method in kind.aliases:
             return name, kind
     known = [*DRAFTERS, *(alias for kind in DRAFTERS.values() for alias in kind.aliases)]
-    raise SettingError(f"method is {method!r}; allowed is one of {', '.join(DRAFTERS)}{nearest(method, known)}")
+    hint = " (not offered yet)" if method in _PLANNED else nearest(method, known)
+    raise SettingError(f"method is {method!r}; allowed is one of {', '.join(DRAFTERS)}{hint}")
 
 
 def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
@@ -77,7 +86,13 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     shared = {key: value for key, value in values.items() if key in _SHARED}
     options = {key: value for key, value in values.items() if key in own}
     config = SpecConfig(**{**shared, "method": name}, options=options)
-    settings_of(config)
+    natural = getattr(settings_of(config), "draft_length", None)
+    if natural is None:
+        return config
+    if "num_speculative_tokens" not in values:
+        return replace(config, num_speculative_tokens=min(natural, MAX_DRAFT))
+    if config.num_speculative_tokens < natural:
+        logger.warning("num_speculative_tokens %d cuts the tree of %d nodes", config.num_speculative_tokens, natural)
     return config
 
 
@@ -93,6 +108,12 @@ def _hint(key: str, known: Sequence[str]) -> str:
     if owners:
         return f": it belongs to drafter {' and '.join(owners)}"
     return nearest(key, known) or f"; known are {', '.join(known)}"
+
+
+def spec_keys() -> set[str]:
+    """The keys of a speculative config that the engine's own settings do not have."""
+    own = {f.name for kind in DRAFTERS.values() for f in dataclasses.fields(kind.settings)}
+    return (own | {*_SHARED}) - {f.name for f in dataclasses.fields(EngineConfig)}
 
 
 def spec_from_json(text: str) -> SpecConfig:

@@ -51,9 +51,11 @@ def _block_rule(draft: Draft, rows: Sequence[Dist], draws: Draws) -> Verdict:
     ratios = [1.0]  # r_i after i draft tokens
     for node in range(n):
         r = ratios[-1] * rows[node].prob(draft.tokens[node]) / _drawn_with(draft, node)
+        if r == 0.0:  # it cannot stay, nor what follows it: the request's rules need not know such a history
+            break
         ratios.append(min(r, 1.0))
     # The longest prefix whose own test passes stays, so test from the longest down.
-    for kept in range(n, 0, -1):
+    for kept in range(len(ratios) - 1, 0, -1):
         r = ratios[kept]
         if kept < n:
             left = float(rows[kept].excess(_q(draft, kept), r).sum())

@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import torch
 
 from outrider import LLM, SettingError
-from outrider.bench.identity import NEAR_TIE, compare
+from outrider.bench.identity import compare, first_divergence
 from outrider.bench.prompts import QUICK, read_prompts
+from outrider.core.types import FinishReason
 from outrider.engine.answer import SpecStats
+from outrider.engine.request import Completion, RequestOutput
+from outrider.sampling.logprobs import TokenLogprob
 
 
 @pytest.mark.model
@@ -26,9 +28,33 @@ def test_greedy_output_of_the_default_model_is_the_same_with_speculation(smollm2
         "extraction",
     ]
     for comparison in comparisons:
-        assert comparison.identical or comparison.divergence.margin <= NEAR_TIE[torch.float32]  # type: ignore[union-attr]
+        assert comparison.divergence is None or comparison.divergence.near_tie
     copying = [c.speculative.stats for c in comparisons if c.prompt.kind in ("code", "extraction")]
     assert SpecStats.total(copying).tokens_per_step > 1.3
+
+
+def output(tokens: list[int], tops: list[tuple[tuple[int, float], ...]] | None = None) -> RequestOutput:
+    entries = None if tops is None else tuple(TokenLogprob(t, 0.0, top) for t, top in zip(tokens, tops, strict=True))
+    done = Completion(0, "", tuple(tokens), FinishReason.LENGTH, entries, (), SpecStats())
+    return RequestOutput(0, (1,), (done,), "d", 0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("speculative", "at", "near_tie"),
+    [
+        ([5, 6, 7], None, None),
+        ([5, 9, 7], 1, True),  # 6 and 9 are the best two there, 0.0005 apart
+        ([5, 8, 7], 1, False),  # a near-tie of others excuses nothing
+        ([5, 6, 9], 2, False),  # far apart
+    ],
+)
+def test_a_near_tie_excuses_only_its_own_two_tokens(
+    speculative: list[int], at: int | None, near_tie: bool | None
+) -> None:
+    tops = [((5, -0.1), (6, -3.0)), ((6, -0.7), (9, -0.7005)), ((7, -0.1), (9, -2.0))]
+    found = first_divergence(0, "chat", output([5, 6, 7], tops), output(speculative), near=1e-3)
+    assert (None if found is None else found.position) == at
+    assert (None if found is None else found.near_tie) == near_tie
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,29 @@ def test_chat_colours_accepted_draft_tokens(
     assert out[:half] == out[half:]  # after /reset the same question gets the same answer
 
 
+def test_chat_goes_on_after_a_line_that_is_too_long(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("word " * 2000 + "\nhello\n"))
+    assert main(["chat", folder, *SMALL]) == 0
+    out, err = capsys.readouterr()
+    assert "the prompt has" in err
+    assert "/reset starts a new conversation" in err
+    assert len(out) > 1
+
+
+def test_check_says_when_it_proves_nothing(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", folder, "--drafter", "none", "--max-tokens", "2", "--limit", "1"]) == 0
+    assert "nothing was drafted" in capsys.readouterr().err
+    assert main(["check", folder, "--limit", "0"]) == 2
+    assert "--limit is 0" in capsys.readouterr().err
+
+
+def test_demo_takes_answers_of_one_token(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", folder, "--kv-cache-mib", "16", "--max-tokens", "1"]) == 0
+    assert " - " in capsys.readouterr().out
+
+
 def test_check_finds_the_outputs_identical(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", folder, "--drafter", "ngram", "--json", "--max-tokens", "8", "--kv-cache-mib", "16"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -36,7 +36,7 @@ def test_generate_takes_texts_and_token_ids_and_keeps_their_order(llm: LLM) -> N
 def test_params_may_differ_by_prompt(llm: LLM) -> None:
     short = dataclasses.replace(GREEDY, max_tokens=3)
     assert [len(o.token_ids) for o in llm.generate(["one", "two"], [short, GREEDY])] == [3, 24]
-    with pytest.raises(SettingError, match="params has 1 entries"):
+    with pytest.raises(SettingError, match="sampling_params has 1 entries"):
         llm.generate(["one", "two"], [short])
 
 
@@ -146,7 +146,12 @@ def test_two_models(folder: Path, llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "params", "said"),
     [
-        ([], GREEDY, "the prompt is empty"),
+        ([[]], GREEDY, "the prompt is empty"),
+        ({"prompt": "x"}, GREEDY, "allowed is a text, token ids, or a list of either"),
+        (None, GREEDY, "the prompt is None"),
+        ([[1.5, 2]], GREEDY, "allowed is a text or token ids"),
+        ([[True, 2]], GREEDY, "allowed is a text or token ids"),
+        ("x", dataclasses.replace(GREEDY, max_tokens=999, min_tokens=300), "min_tokens is 300"),
         ("", GREEDY, "the prompt is empty"),
         ([5] * 256, GREEDY, "the prompt has 256 tokens; allowed is at most 255"),
         ([5, 100_000], GREEDY, "token id 100000; allowed is 0 to "),

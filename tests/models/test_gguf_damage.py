@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import struct
 from collections.abc import Callable
@@ -29,10 +30,22 @@ def drop(key: str) -> Callable[[gguf.GGUFWriter], None]:
     return edit
 
 
-def put(key: str, value: int) -> Callable[[gguf.GGUFWriter], None]:
+def put(key: str, value: float) -> Callable[[gguf.GGUFWriter], None]:
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0].pop(key, None)
-        writer.add_uint32(key, value)
+        if isinstance(value, float):
+            writer.add_float64(key, value)
+        else:
+            writer.add_uint64(key, value) if value >= 2**32 else writer.add_uint32(key, value)
+
+    return edit
+
+
+def yarn(changes: dict[str, float]) -> Callable[[gguf.GGUFWriter], None]:
+    def edit(writer: gguf.GGUFWriter) -> None:
+        writer.add_string("llama.rope.scaling.type", "yarn")
+        for key, value in {"rope.scaling.factor": 4.0, **changes}.items():
+            put(f"llama.{key}", value)(writer)
 
     return edit
 
@@ -40,7 +53,7 @@ def put(key: str, value: int) -> Callable[[gguf.GGUFWriter], None]:
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
-        (drop("llama.embedding_length"), r"llama\.embedding_length is missing; expected is a whole number"),
+        (drop("llama.embedding_length"), r"llama\.embedding_length is missing; expected is a number"),
         (drop("llama.attention.layer_norm_rms_epsilon"), "layer_norm_rms_epsilon is missing"),
         (
             put("llama.embedding_length", HIDDEN + 1),
@@ -51,7 +64,21 @@ def put(key: str, value: int) -> Callable[[gguf.GGUFWriter], None]:
         (put("llama.attention.head_count_kv", 3), "must be a multiple of the KV heads"),
         (put("llama.attention.value_length", 8), "value_length is 8; expected is the head dimension, 16"),
         (put("llama.rope.dimension_count", 8), "dimension_count is 8; expected is the head dimension, 16"),
-        (put("tokenizer.ggml.eos_token_id", VOCAB), "eos_token_id is 40; expected is a token id below 40"),
+        (put("tokenizer.ggml.eos_token_id", VOCAB), "eos_token_id is 40; allowed is a whole number from 0 to 39"),
+        (
+            put("llama.embedding_length", 10**12),
+            "embedding_length is 1000000000000; allowed",
+        ),
+        (put("llama.attention.head_count", 0), "head_count is 0; allowed is a whole number from 1 to"),
+        (put("llama.attention.key_length", 0), "key_length is 0; allowed is a whole number from 1 to"),
+        (put("llama.context_length", 2**60), "context_length is 1152921504606846976; allowed"),
+        (put("llama.attention.layer_norm_rms_epsilon", math.inf), "rms_epsilon is inf; allowed is a number from"),
+        (put("llama.rope.freq_base", math.nan), "freq_base is nan; allowed is a number from"),
+        (put("llama.rope.freq_base", 1e300), r"freq_base is 1e\+300; allowed is a number from"),
+        (put("llama.rope.scaling.factor", 1e-9), "factor is 1e-09; allowed is a number from 0.001 to"),
+        (yarn({"rope.freq_base": 1.0}), "freq_base is 1.0; expected is a number above 1 with yarn"),
+        (yarn({"rope.scaling.yarn_beta_fast": math.inf}), "yarn_beta_fast is inf; allowed is a number from"),
+        (yarn({"rope.scaling.original_context_length": 0}), "original_context_length is 0; allowed"),
         (put("split.count", 3), r"split\.count is 3; expected is one file"),
         (put("general.alignment", 24), r"general\.alignment is 24; allowed is a power of two"),
         (put("general.alignment", 0), r"general\.alignment is 0"),

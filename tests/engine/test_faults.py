@@ -1,0 +1,202 @@
+"""Faults stay where they are: a broken drafter or token costs its own request at most, and nothing leaks."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from outrider import LLM, OutriderError, SamplingParams, SettingError, SpecParams
+from outrider.core.config import EngineConfig, SpecConfig
+from outrider.core.draft import Draft
+from outrider.core.types import Span, StepRecord
+from outrider.engine.engine import Engine
+from outrider.engine.request import RequestOutput
+from outrider.models.tokenizer import Tokenizer
+from outrider.spec.controller import DraftController
+from outrider.spec.drafts.model import ModelSettings, TwoModels
+from outrider.spec.drafts.none import NoDraft
+from outrider.spec.proposer import Proposer
+from tests.tiny import write_tiny_model
+from tests.toy import toy_model
+
+TARGET = toy_model()
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def engine_with(proposer: Proposer, controller: DraftController | None = None, gamma: int = 4, **config: int) -> Engine:
+    settings = EngineConfig(**{"model": "toy", "num_kv_blocks": 200, "block_size": 4, **config})  # type: ignore[arg-type]
+    return Engine(TARGET, settings, {"d": proposer}, SpecConfig(num_speculative_tokens=gamma), controller)
+
+
+def plain(prompt: Sequence[int], params: SamplingParams = GREEDY) -> tuple[int, ...]:
+    engine = engine_with(NoDraft())
+    return engine.run(engine.add_request(prompt, params)).token_ids
+
+
+class Broken(Proposer):
+    """Fails in one of the ways a drafter can."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        if self.how == "raises":
+            raise RuntimeError("no such weight")
+        if self.how == "too few":
+            return [Draft.chain([1])] * (len(spans) - 1)
+        return [Draft.chain([{"too large": 32, "negative": -1}[self.how]]) for _ in spans]
+
+
+@pytest.mark.parametrize("how", ["raises", "too few", "too large", "negative"])
+def test_a_drafter_that_fails_costs_only_its_drafts(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_with(Broken(how))
+    prompts = ([1, 2, 3], [4, 5, 6, 7])
+    with caplog.at_level(logging.WARNING, "outrider"):
+        requests = [engine.add_request(prompt, GREEDY) for prompt in prompts]
+        outputs = [engine.run(request) for request in requests]
+    assert [output.token_ids for output in outputs] == [plain(prompt) for prompt in prompts]
+    for output in outputs:
+        assert output.stats.drafted == 0
+        assert "the drafter failed" in output.stats.no_draft
+    assert "drafter d failed" in caplog.text
+    assert engine.blocks.n_free == 200
+
+
+class Greedy(DraftController):
+    """Asks for more than there is."""
+
+    def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
+        return [50] * len(spans)
+
+    def observe(self, record: StepRecord) -> None:
+        assert record.draft_rows + record.decode_rows + record.prompt_rows <= 16
+
+
+def test_a_controller_that_asks_for_too_much_is_held_to_the_limits() -> None:
+    engine = engine_with(
+        TwoModels(TARGET, TARGET, "standard", ModelSettings(model="x")), Greedy(), max_num_batched_tokens=16
+    )
+    request = engine.add_request([1, 2, 3], GREEDY)
+    assert engine.run(request).token_ids == plain([1, 2, 3])
+
+
+def test_decoding_requests_keep_their_drafts_while_a_long_prompt_is_read() -> None:
+    drafter = TwoModels(TARGET, TARGET, "standard", ModelSettings(model="x"))
+    engine = engine_with(drafter, max_num_batched_tokens=16)
+    short = engine.add_request([1, 2, 3], GREEDY)
+    engine.step()
+    long = engine.add_request([i % 31 for i in range(150)], GREEDY)
+    while short.finished is None:
+        engine.step()
+    assert long.first_token is None, "the long prompt was to be under way all the time"
+    stats = RequestOutput.of(short).stats
+    assert stats.tokens_per_step > 3
+    assert engine.run(long).token_ids == plain([i % 31 for i in range(150)])
+
+
+def test_the_draft_model_reads_prompts_within_the_row_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    drafter = TwoModels(TARGET, TARGET, "standard", ModelSettings(model="x"))
+    engine = engine_with(drafter, max_num_batched_tokens=32)
+    widths: list[int] = []
+    forward = drafter.runner.forward
+
+    def counted(spans: Sequence[Span], *rest: object) -> object:
+        widths.append(sum(span.n_rows for span in spans))
+        return forward(spans)
+
+    monkeypatch.setattr(drafter.runner, "forward", counted)
+    prompts = [[(i * k) % 31 for i in range(100)] for k in range(1, 5)]
+    requests = [engine.add_request(prompt, dataclasses.replace(GREEDY, max_tokens=60)) for prompt in prompts]
+    outputs = [engine.run(request) for request in requests]
+    assert max(widths) <= 32
+    for prompt, output in zip(prompts, outputs, strict=True):
+        assert output.token_ids == plain(prompt, dataclasses.replace(GREEDY, max_tokens=60))
+    assert all(output.stats.accepted > 0 for output in outputs)
+    assert any("still reading" in reason for output in outputs for reason in output.stats.no_draft)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+def test_ids_that_stand_for_no_token_are_never_drawn(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    holes = tuple(range(100, 280))
+    monkeypatch.setattr(Tokenizer, "unused_ids", holes)
+    llm = LLM(str(folder), {"method": "model", "model": str(folder)}, kv_cache_mib=16)
+    for params in (SamplingParams(temperature=3.0, n=8, seed=1, max_tokens=32), GREEDY):
+        (output,) = llm.generate("Numbers: ", params)
+        assert output.stats.accepted > 0
+        assert not {token for c in output.completions for token in c.token_ids} & set(holes)
+
+
+def test_a_token_that_cannot_be_shown_ends_its_own_request(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = LLM(str(folder), kv_cache_mib=16)
+    other = llm.generate("a draft that is right", GREEDY)[0].token_ids
+    bad = llm.generate("Numbers: ", GREEDY)[0].token_ids[5]
+    assert bad not in other
+    show = Tokenizer.token_bytes
+
+    def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:
+        if token == bad:
+            raise SettingError("no such token")
+        return show(tokenizer, token)
+
+    monkeypatch.setattr(Tokenizer, "token_bytes", token_bytes)
+    engine = llm.engine
+    requests = [engine.add_request(llm.encode(text), GREEDY) for text in ("Numbers: ", "a draft that is right")]
+    outputs = [engine.run(request) for request in requests]
+    assert outputs[0].completions[0].finish_reason.value == "error"
+    assert bad not in outputs[0].token_ids
+    assert len(outputs[0].completions[0].drafted) == len(outputs[0].token_ids)
+    assert outputs[1].token_ids == other
+    with pytest.raises(OutriderError, match="no such token"):
+        llm.generate("Numbers: ", GREEDY)
+
+
+def test_a_stream_that_was_never_read_leaves_nothing_behind(folder: Path) -> None:
+    llm = LLM(str(folder), kv_cache_mib=16)
+    stream = llm.stream("Numbers: ", GREEDY)
+    stream.close()
+    assert not llm.engine.has_work
+    stream = llm.stream("Numbers: ", GREEDY)
+    del stream
+    assert not llm.engine.has_work
+
+
+def test_numbers_of_other_libraries_are_numbers(folder: Path) -> None:
+    llm = LLM(str(folder), kv_cache_mib=16)
+    ids = llm.encode("Numbers: ")
+    want = llm.generate([ids], SamplingParams(seed=3, max_tokens=8))[0].token_ids
+    params = SamplingParams(seed=np.int64(3), max_tokens=np.int32(8), temperature=np.float32(1))  # type: ignore[arg-type]
+    assert llm.generate(np.array(ids), params)[0].token_ids == want  # type: ignore[arg-type]
+    assert llm.generate([], params) == []
+
+
+def test_names_that_other_engines_use_are_understood(folder: Path) -> None:
+    llm = LLM(str(folder), speculative_config={"method": "ngram", "num_speculative_tokens": 2}, kv_cache_mib=16)
+    assert llm.engine.spec.num_speculative_tokens == 2
+    assert len(llm.generate("x", sampling_params=GREEDY)[0].token_ids) == 20
+    with pytest.raises(SettingError, match="num_speculative_tokens is a setting of speculation"):
+        LLM(str(folder), num_speculative_tokens=3)
+    with pytest.raises(SettingError, match=r"method is 'suffix'.*not offered yet"):
+        LLM(str(folder), "suffix")
+    with pytest.raises(SettingError, match="enabled=False switches speculation off"):
+        llm.generate("x", GREEDY, SpecParams(drafter="none"))
+
+
+def test_a_kv_cache_that_the_machine_cannot_hold_is_refused_before_it_is_made(folder: Path) -> None:
+    with pytest.raises(SettingError, match="KV cache of 10000000000 blocks"):
+        LLM(str(folder), num_kv_blocks=10_000_000_000)
+
+
+def test_counters_tell_finished_from_aborted() -> None:
+    engine = engine_with(NoDraft())
+    engine.run(engine.add_request([1], GREEDY))
+    engine.abort(engine.add_request([1], GREEDY).id)
+    assert (engine.metrics.requests_finished, engine.metrics.requests_aborted) == (1, 1)
