@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from itertools import groupby
 
 from outrider.cli import flags
 from outrider.cli.stats import stats_lines
@@ -23,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--color", action="store_true", help="show accepted draft tokens in green")
     parser.add_argument("--stats", action="store_true", help="print what speculation did after each answer")
     flags.add_spec_flags(parser)
-    flags.add_sampling_flags(parser, skip=("n",))
+    flags.add_sampling_flags(parser, skip=("n", "logprobs"))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -42,6 +43,8 @@ def run(args: argparse.Namespace) -> int:
             return 0
         if line == "/reset":
             messages = list(opening)
+        elif line.startswith("/"):
+            print(COMMANDS, file=sys.stderr)
         elif line:
             messages.append({"role": "user", "content": line})
             try:
@@ -72,4 +75,5 @@ def shown(delta: Delta, color: bool) -> str:
     """A delta's text, accepted draft tokens in green."""
     if not color:
         return delta.text
-    return "".join(f"{GREEN}{s.text}{PLAIN}" if s.drafted else s.text for s in delta.segments)
+    parts = [(drafted, "".join(s.text for s in run)) for drafted, run in groupby(delta.segments, lambda s: s.drafted)]
+    return "".join(f"{GREEN}{text}{PLAIN}" if drafted else text for drafted, text in parts)

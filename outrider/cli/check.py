@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if drafted == 0:
         print("outrider: nothing was drafted, so this run proves nothing", file=sys.stderr)
     if args.json:
-        result = {"identical": not divergences, "prompts": len(prompts), "tokens": tokens}
+        result = {"identical": not divergences, "prompts": len(prompts), "tokens": tokens, "drafted": drafted}
         print(json.dumps({**result, "divergences": [dataclasses.asdict(d) for d in divergences]}))
     else:
         print(

@@ -37,7 +37,7 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """How to sample; at the command line greedy is the default."""
     group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
-    add_flags(group, SamplingParams, skip=("processors", "logit_bias", *skip))
+    add_flags(group, SamplingParams, skip=("processors", "logit_bias", *skip), defaults={"temperature": 0})
     group.add_argument("--logit-bias", metavar="JSON", help="for example '{\"42\": -100}'")
 
 
@@ -62,6 +62,11 @@ def spec_mapping(args: argparse.Namespace) -> dict[str, Any]:
             flag = _flag_names(kind.settings).get(next(iter(own)), next(iter(own))).replace("_", "-")
             raise SettingError(f"--{flag} is a setting of drafter {other}; the chosen drafter is {name}")
         values |= own
+        if other == name:
+            required = [f.name for f in dataclasses.fields(kind.settings) if f.default is dataclasses.MISSING]
+            for missing in (field for field in required if field not in values):
+                flag = _flag_names(kind.settings).get(missing, missing).replace("_", "-")
+                raise SettingError(f"drafter {name} needs --{flag}")
     spec_from_mapping(values)
     return values
 

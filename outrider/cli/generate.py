@@ -8,6 +8,7 @@ import sys
 
 from outrider.cli import flags
 from outrider.cli.stats import output_json, stats_lines
+from outrider.core.errors import SettingError
 from outrider.engine.request import RequestOutput
 
 HELP = "continue a prompt, or answer it with --chat"
@@ -25,6 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     params = flags.sampling(args)
+    if params.logprobs is not None and not args.json:
+        raise SettingError("--logprobs needs --json, which shows them")
+    if args.prompt is None and sys.stdin.isatty():
+        raise SettingError("there is no prompt: give it as an argument or on standard input")
     llm = flags.load(args)
     text = args.prompt if args.prompt is not None else sys.stdin.read()
     prompt = llm.encode_chat([{"role": "user", "content": text}]) if args.chat else llm.encode(text)

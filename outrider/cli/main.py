@@ -8,9 +8,11 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+import outrider
 from outrider.core.errors import OutriderError
 
 COMMANDS = ("generate", "chat", "check", "demo", "pull", "info")
@@ -38,8 +40,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, instead of all that could have been right."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"outrider: {message}; see {self.prog} --help\n")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="outrider", description="Lossless speculative decoding.", allow_abbrev=False)
+    parser = _Parser(prog="outrider", description="Lossless speculative decoding.", allow_abbrev=False)
+    parser.add_argument("--version", action="version", version=f"outrider {outrider.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for name in COMMANDS:
         module = importlib.import_module(f"outrider.cli.{name}")

@@ -49,7 +49,8 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy. ``top_k`` 0 and ``top_p`` 1 are off; of tokens that tie at the edge of top-k the lower
     id stays. ``repetition_penalty`` counts prompt and output, ``presence_penalty`` and ``frequency_penalty`` the output
-    only. ``stop`` strings and ``stop_token_ids`` end the answer; before ``min_tokens`` outputs exist, EOS and stop
+    only. ``stop`` strings and ``stop_token_ids`` end the answer: the text ends before the stop, the token ids, logprobs
+    and usage with the token that completes it. Before ``min_tokens`` outputs exist, EOS and stop
     tokens cannot be drawn and a stop string that is already complete does not count. ``logprobs`` asks for the chosen
     token and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one.
     """

@@ -100,11 +100,16 @@ def from_mapping(cls: type[T], values: Mapping[str, Any], where: str) -> T:
 
 
 def add_flags(
-    parser: argparse._ActionsContainer, cls: type, skip: Collection[str] = (), rename: Mapping[str, str] | None = None
+    parser: argparse._ActionsContainer,
+    cls: type,
+    skip: Collection[str] = (),
+    rename: Mapping[str, str] | None = None,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Adds one flag a field, ``--like-this``; a flag that is not given stays out of the parsed namespace.
 
-    A field of several values is a flag that may be repeated. ``rename`` gives fields another name as a flag.
+    A field of several values is a flag that may be repeated. ``rename`` gives fields another name as a flag;
+    ``defaults`` are shown in place of the fields' own.
     """
     kinds = _kinds(cls)
     for f in dataclasses.fields(cls):
@@ -112,7 +117,8 @@ def add_flags(
             continue
         bounds, (kind, _) = bounds_of(f), kinds[f.name]
         name = (rename or {}).get(f.name, f.name)
-        shown = "" if f.default in (None, dataclasses.MISSING, (), "") else f" (default {f.default})"
+        default = (defaults or {}).get(f.name, f.default)
+        shown = "" if default in (None, dataclasses.MISSING, (), "") else f" (default {default})"
         options: dict[str, Any] = {"help": (bounds.help + shown).replace("%", "%%")}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction

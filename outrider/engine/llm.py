@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
 
 from outrider.core.config import EngineConfig, SpecConfig
-from outrider.core.errors import OutriderError, SettingError
+from outrider.core.errors import OutriderError, SettingError, nearest
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.settings import from_mapping
 from outrider.engine.engine import Engine
@@ -51,6 +52,10 @@ class LLM:
         for key in settings:
             if key in spec_keys():
                 raise SettingError(f"{key} is a setting of speculation: give it in drafter={{'{key}': ...}}")
+        known = [f.name for f in fields(EngineConfig)]
+        for key in (key for key in settings if key not in known):
+            hint = nearest(key, (*known, "drafter"))
+            raise SettingError(f"LLM has no setting '{key}'{hint}; known are drafter, {', '.join(known)}")
         config = from_mapping(EngineConfig, {"model": model, **settings}, "LLM")
         spec = spec_of(drafter if speculative_config is None else speculative_config)
         if config.threads is not None:
@@ -126,6 +131,8 @@ class LLM:
     ) -> list[RequestOutput]:
         one = sampling_params is None or isinstance(sampling_params, SamplingParams)
         each: list[Any] = [sampling_params] * len(prompts) if one else list(sampling_params)  # type: ignore[arg-type]
+        if not all(own is None or isinstance(own, SamplingParams) for own in each):
+            raise SettingError(f"sampling_params is {sampling_params!r}; allowed is a SamplingParams, or one a prompt")
         if len(each) != len(prompts):
             raise SettingError(
                 f"sampling_params has {len(each)} entries; allowed is one for all, or one a prompt ({len(prompts)})"

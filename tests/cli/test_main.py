@@ -124,7 +124,9 @@ def test_demo_takes_answers_of_one_token(folder: str, capsys: pytest.CaptureFixt
 def test_check_finds_the_outputs_identical(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", folder, "--drafter", "ngram", "--json", "--max-tokens", "8", "--kv-cache-mib", "16"]) == 0
     result = json.loads(capsys.readouterr().out)
-    assert result == {"identical": True, "prompts": 6, "tokens": result["tokens"], "divergences": []}
+    counts = {"tokens": result["tokens"], "drafted": result["drafted"]}
+    assert result == {"identical": True, "prompts": 6, **counts, "divergences": []}
+    assert result["drafted"] > 0
     assert 6 <= result["tokens"] <= 48
 
 
@@ -159,6 +161,9 @@ def test_info(capsys: pytest.CaptureFixture[str]) -> None:
         (["--speculative-config", '{"method": "ngram", "posterior_alpha": 0.3}'], "keeps the target's distribution"),
         (["--prompt-lookup-max", "3", "--drafter", "none"], "--prompt-lookup-max is a setting of drafter ngram"),
         (["--logit-bias", "[1]"], "--logit-bias is '[1]'"),
+        (["--drafter", "model"], "drafter model needs --draft-model"),
+        (["--drafter", "model", "--draft-model", "nowhere/to/be/found"], "the draft model: "),
+        (["--logprobs", "2"], "--logprobs needs --json"),
         (["--logit-bias", '{"3": NaN}'], "logit_bias[3] is nan"),
         (["--prompt-lookup-min", "9"], "prompt_lookup_min is 9; allowed is at most prompt_lookup_max (4)"),
     ],
@@ -170,6 +175,25 @@ def test_bad_input_is_one_line_and_exit_code_2(
     err = capsys.readouterr().err
     assert said in err
     assert err.count("\n") == 1
+
+
+def test_an_unknown_flag_or_choice_is_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for flags in (["--dtype", "float8"], ["--no-such-flag"]):
+        with pytest.raises(SystemExit) as exit_:
+            main(["generate", folder, "x", *flags])
+        assert exit_.value.code == 2
+        err = capsys.readouterr().err
+        assert err.count("\n") == 1
+        assert "--help" in err
+
+
+def test_a_prompt_is_asked_for_at_a_terminal(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr("sys.stdin", Terminal())
+    assert main(["generate", folder]) == 2
 
 
 def test_a_model_that_is_not_there_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -189,6 +189,7 @@ def test_an_unknown_drafter_of_a_request_is_refused(llm: LLM) -> None:
         ({"method": "ngram", "promt_lookup_max": 3}, {}, "no setting 'promt_lookup_max'.*prompt_lookup_max"),
         ({"method": "model"}, {}, "drafter model needs the setting 'model'"),
         ("ngram", {"blok_size": 8}, "LLM has no setting 'blok_size'.*block_size"),
+        ("ngram", {"drafer": "none"}, "no setting 'drafer'.*did you mean 'drafter'"),
         ("ngram", {"dtype": "float31"}, "dtype is 'float31'"),
         ("ngram", {"block_size": 0}, "block_size is 0"),
         ("ngram", {"device": "tpu"}, "device is 'tpu'"),

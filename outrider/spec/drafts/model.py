@@ -19,7 +19,7 @@ from outrider.cache.blocks import BlockManager, Copy
 from outrider.core.config import DTYPES, QUANTIZATIONS
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
-from outrider.core.errors import SettingError
+from outrider.core.errors import ModelFileError, SettingError
 from outrider.core.settings import check_settings, setting
 from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span
@@ -45,7 +45,9 @@ class ModelSettings:
     draft_sample_method: str = setting(
         "probabilistic", "how draft tokens are chosen when the request samples", choices=("probabilistic", "greedy")
     )
-    draft_tree: str = setting("", "children of a node by depth, such as 3,2,1; default: a chain")
+    draft_tree: str = setting(
+        "", "children of a node by depth, such as 3,2,1 (and so the draft length); default: a chain"
+    )
 
     def __post_init__(self) -> None:
         check_settings(self)
@@ -295,10 +297,13 @@ def check_same_tokens(drafter: LoadedModel, target: LoadedModel) -> None:
 
 
 def build(context: DraftContext, settings: ModelSettings) -> Proposer:
-    drafter = load_model(
-        settings.model,
-        dtype=settings.dtype,
-        device=str(context.target.decoder.device),
-        quantization=settings.quantization,
-    )
+    try:
+        drafter = load_model(
+            settings.model,
+            dtype=settings.dtype,
+            device=str(context.target.decoder.device),
+            quantization=settings.quantization,
+        )
+    except (SettingError, ModelFileError) as error:
+        raise type(error)(f"the draft model: {error}") from error
     return TwoModels(drafter, context.target, context.spec.rejection_sample_method, settings)
