@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+BUILD := $(VENV)/.build-tools
 PACKAGE := $(VENV)/.package
 DEV := $(VENV)/.dev
 
@@ -40,12 +41,18 @@ $(VENV)/bin/python:
 	@echo "== creating the virtual environment $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(PACKAGE): pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "== installing outrider and what it needs (a minute or two the first time)"
-	@$(PIP) install --quiet --constraint constraints.txt --editable .
+# The build tools go into the environment itself: the extension is then rebuilt only where its sources changed.
+$(BUILD): | $(VENV)/bin/python
+	@echo "== installing the build tools"
+	@$(PIP) install --quiet --constraint constraints.txt scikit-build-core nanobind cmake ninja
+	@touch $@
+
+$(PACKAGE): pyproject.toml constraints.txt $(wildcard native/*) $(BUILD)
+	@echo "== installing outrider and what it needs, and building its C++ part (a few minutes the first time)"
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable .
 	@touch $@
 
 $(DEV): $(PACKAGE)
 	@echo "== installing the development tools"
-	@$(PIP) install --quiet --constraint constraints.txt --editable ".[dev]"
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
 	@touch $@

@@ -64,7 +64,8 @@ def compare(llm: LLM, prompts: Sequence[BenchPrompt], max_tokens: int) -> Iterat
         divergence = None
         if plain.token_ids != speculative.token_ids:
             scored = llm.generate([ids], replace(greedy, logprobs=2), SpecParams(enabled=False))[0]
-            near = NEAR_TIE[llm.target.decoder.dtype]
+            decoder = llm.target.decoder
+            near = 0.0 if decoder.ops.batch_invariant else NEAR_TIE[decoder.dtype]
             divergence = first_divergence(index, prompt.kind, scored, speculative, near)
         yield Comparison(index, prompt, plain, speculative, divergence)
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-
-import torch
 
 from outrider.bench.demo import run_demo
 from outrider.bench.prompts import QUICK
@@ -26,11 +23,11 @@ def run(args: argparse.Namespace) -> int:
         args.enable_prefix_caching = False  # the second run of a prompt must not profit from the first
     print(f"loading {args.model} ...", file=sys.stderr)
     llm = flags.load(args)
-    decoder = llm.target.decoder
+    decoder, engine = llm.target.decoder, llm.engine
     print(
-        f"{llm.target.name}: {decoder.weight_bytes / 1e6:.0f} MB of weights in {str(decoder.dtype).split('.')[-1]} on "
-        f"{decoder.device}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads, drafter "
-        f"{next(iter(llm.engine.proposers))} with {llm.engine.spec.num_speculative_tokens} draft tokens, greedy"
+        f"{llm.target.name}: {decoder.weight_bytes / 1e6:.0f} MB of weights on {decoder.device}, "
+        f"{decoder.ops.describe()}; drafter {next(iter(engine.proposers))} with "
+        f"{engine.spec.num_speculative_tokens} draft tokens, greedy"
     )
     comparisons = run_demo(llm, QUICK, args.max_tokens, lambda line: print(line, flush=True))
     parted = [c.divergence for c in comparisons if c.divergence is not None]

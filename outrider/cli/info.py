@@ -11,6 +11,7 @@ import torch
 import outrider
 from outrider.models.load import DEFAULT_MODEL
 from outrider.models.pull import cached
+from outrider.ops.native import NativeOps, available
 from outrider.spec.registry import DRAFTERS
 
 HELP = "show versions, devices, operations, drafters and the default model"
@@ -20,6 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """It takes none."""
 
 
+def _operations() -> str:
+    if not available():
+        return "reference (torch); the native ones were not built, for want of a C++ compiler"
+    info = NativeOps(os.cpu_count() or 1).info()
+    return f"native, {info['isa']} of {', '.join(info['available'])}; weights as {', '.join(info['formats'])}"
+
+
 def run(args: argparse.Namespace) -> int:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     model = cached(DEFAULT_MODEL)
@@ -27,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
         "outrider": outrider.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "operations": "reference (torch)",
+        "operations": _operations(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "cuda": ", ".join(gpus) or "none",
         "drafters": ", ".join(DRAFTERS),

@@ -9,7 +9,8 @@ from typing import Any
 from outrider.core.settings import check_settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-QUANTIZATIONS = ("int8",)
+QUANTIZATIONS = ("int8", "int4")
+OPERATIONS = ("auto", "native", "reference")
 MAX_DRAFT = 256
 """Draft rows of one sequence in one step, whatever is asked for."""
 
@@ -24,6 +25,7 @@ class EngineConfig:
     )
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N")
     quantization: str | None = setting(None, "weights of the linear layers", choices=QUANTIZATIONS)
+    ops: str = setting("auto", "operations; auto is native (C++) on cpu where it was built", choices=OPERATIONS)
     max_model_len: int | None = setting(None, "longest prompt plus output; default: the model's context", low=2)
     block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     num_kv_blocks: int | None = setting(None, "KV blocks; default: as kv_cache_mib allows", low=1)

@@ -60,7 +60,14 @@ class LLM:
         spec = spec_of(drafter if speculative_config is None else speculative_config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
-        target = load_model(model, dtype=config.dtype, device=config.device, quantization=config.quantization)
+        target = load_model(
+            model,
+            dtype=config.dtype,
+            device=config.device,
+            quantization=config.quantization,
+            ops=config.ops,
+            threads=config.threads,
+        )
         self.engine = build_engine(target, config, spec)
         for line in self.engine.memory.lines():
             logger.info(line)

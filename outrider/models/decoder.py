@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -14,8 +15,7 @@ from outrider.core.types import Batch, ForwardOut
 from outrider.models.config import ModelConfig
 from outrider.models.rope import rope_frequencies
 from outrider.models.source import TensorSource
-from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, Ops, Weight
-from outrider.ops.reference import quantize_int8
+from outrider.ops.contract import LayerKV, LayerShape, LayerWeights, Ops, StoredMatrix, Weight
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -105,7 +105,7 @@ class Decoder:
         self,
         config: ModelConfig,
         ops: Ops,
-        embedding: torch.Tensor,
+        embedding: Weight,
         layers: Sequence[LayerWeights],
         final_norm: torch.Tensor,
         head: Weight,
@@ -113,8 +113,8 @@ class Decoder:
         self.config, self.ops = config, ops
         self.embedding, self.layers, self.final_norm, self.head = embedding, tuple(layers), final_norm, head
         inv_freq, self.rope_scale = rope_frequencies(config.rope, config.head_dim, config.max_position)
-        wide = torch.float64 if embedding.dtype == torch.float64 else torch.float32
-        self.inv_freq = inv_freq.to(embedding.device, wide)
+        wide = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.inv_freq = inv_freq.to(self.device, wide)
         self.shapes = tuple(
             LayerShape(config.n_heads, config.n_kv_heads, config.head_dim, config.norm_eps, config.window(layer))
             for layer in range(config.n_layers)
@@ -136,51 +136,52 @@ class Decoder:
         config = source.config
         check_tensors(source)
 
-        def read(name: str) -> torch.Tensor:
+        def floating(name: str) -> torch.Tensor:
             tensor = source.get(name)
             if not tensor.is_floating_point():
                 raise ModelFileError(f"{source.where}: tensor {name} is {tensor.dtype}; allowed are floating types")
-            return tensor.to(device, dtype).contiguous()
+            return tensor
+
+        def vector(name: str) -> torch.Tensor:
+            return floating(name).to(device, work).contiguous()
+
+        def matrix(name: str, quantization: str | None = None) -> Weight:
+            stored = StoredMatrix(lambda: floating(name), source.blocks(name))
+            return ops.matrix(stored, dtype, torch.device(device), quantization)
 
         def layer_weights(layer: int) -> LayerWeights:
-            weights: dict[str, Weight] = {}
+            weights: dict[str, Any] = {}
             for field in layer_shapes(config):
-                tensor = read(_name(layer, field))
-                weights[field] = quantize_int8(tensor) if quantization == "int8" and field in _LINEAR else tensor
-            return LayerWeights(**weights)  # type: ignore[arg-type]  # norms and biases are never quantized
+                name = _name(layer, field)
+                weights[field] = matrix(name, quantization) if field in _LINEAR else vector(name)
+            return LayerWeights(**weights)
 
-        embedding = read(EMBEDDING)
+        work = ops.compute_dtype(dtype)
+        embedding = matrix(EMBEDDING)
         return cls(
             config,
             ops,
             embedding,
             [layer_weights(layer) for layer in range(config.n_layers)],
-            read(FINAL_NORM),
-            embedding if config.tie_embeddings else read(HEAD),
+            vector(FINAL_NORM),
+            embedding if config.tie_embeddings else matrix(HEAD),
         )
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.embedding.dtype
+        """Of hidden states, norms and KV."""
+        return self.final_norm.dtype
 
     @property
     def device(self) -> torch.device:
-        return self.embedding.device
+        return self.final_norm.device
 
     @cached_property
     def weight_bytes(self) -> int:
         """Memory of all weights, bytes; a tied head counts once."""
-        sizes = {t.data_ptr(): t.numel() * t.element_size() for t in self._tensors()}
-        return sum(sizes.values())
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
         weights: list[Weight | None] = [self.embedding, self.final_norm, self.head]
         weights += [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
-        for weight in weights:
-            if isinstance(weight, Int8Weight):
-                yield from (weight.q, weight.scale)
-            elif weight is not None:
-                yield weight
+        return sum({id(weight): weight.nbytes for weight in weights if weight is not None}.values())
 
     @torch.inference_mode()
     def forward(self, batch: Batch, kv: Sequence[LayerKV], feature_layers: tuple[int, ...] = ()) -> ForwardOut:

@@ -100,6 +100,10 @@ class GGUFSource:
             data = split.swapaxes(1, 2).reshape(data.shape)
         return info.type.name, data
 
+    def blocks(self, name: str) -> tuple[str, NDArray[np.uint8]] | None:
+        """The stored blocks of a quantized tensor, see ``raw``."""
+        return self.raw(name) if self._file.tensors[self._stored(name)].type.block > 1 else None
+
     def get(self, name: str) -> torch.Tensor:
         """The tensor: fp32 for quantized types, else the stored floating type."""
         kind, data = self.raw(name)

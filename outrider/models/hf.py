@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from outrider.core.errors import ModelFileError, SettingError, nearest
 from outrider.models.config import ModelConfig
 from outrider.models.hf_config import config_from_hf
+from outrider.models.source import TensorSource
 from outrider.models.values import one_line, read_json
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -21,7 +22,7 @@ _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt"
 _UNWANTED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
-class HFSource:
+class HFSource(TensorSource):
     """A TensorSource over a folder; tensors are read when asked for.
 
     Raises ModelFileError for a folder that lacks a file, a damaged file, and weights that are not safetensors.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -11,13 +12,15 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from outrider.core.config import DTYPES, QUANTIZATIONS
+from outrider.core.config import DTYPES, OPERATIONS, QUANTIZATIONS
 from outrider.core.errors import ModelFileError, OutriderError, SettingError, nearest
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import Decoder, weight_bytes
 from outrider.models.hf import HFSource, resolve
 from outrider.models.source import TensorSource
 from outrider.models.values import one_line
+from outrider.ops.contract import Ops
+from outrider.ops.native import NATIVE_DTYPES, NativeOps, available
 from outrider.ops.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -59,13 +62,24 @@ class OpenModel:
     chat_template: ChatTemplate | None
 
 
-def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantization: str | None = None) -> LoadedModel:
+def load_model(
+    name: str,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    ops: str | Ops = "auto",
+    threads: int | None = None,
+) -> LoadedModel:
     """Loads 'smollm2' (fetched if need be), a ``.gguf`` file, a Hugging Face folder or a hub id.
 
-    Raises SettingError for a setting that is not allowed, ModelFileError for a file that cannot be used.
+    ``ops`` is a setting, or the operations of another model to share (a thread pool, for one); ``threads`` are those of
+    the native operations. Raises SettingError for a setting that is not allowed, ModelFileError for a file that cannot
+    be used.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
+    operations = pick_ops(ops, place, precision, threads) if isinstance(ops, str) else ops
     if quantization is not None and quantization not in QUANTIZATIONS:
         raise SettingError(f"quantization is {quantization!r}; allowed is {', '.join(QUANTIZATIONS)} or None")
     path = find(name)
@@ -74,7 +88,7 @@ def load_model(name: str, *, dtype: str = "auto", device: str = "auto", quantiza
     config, tokenizer = opened.source.config, opened.tokenizer
     need = f"{weight_bytes(config, precision, quantization) / (1 << 20):.0f} MiB"
     with _one_sentence(path, f"; its weights need {need} on {place}"):
-        decoder = Decoder.from_source(opened.source, ReferenceOps(), precision, place, quantization)
+        decoder = Decoder.from_source(opened.source, operations, precision, place, quantization)
     ends = dict.fromkeys((*config.eos_ids, *(i for i in tokenizer.eos_ids if i < config.vocab_size)))
     config = replace(config, eos_ids=tuple(ends))
     shown = name if name == DEFAULT_MODEL or not Path(name).expanduser().exists() else path.resolve().name
@@ -133,6 +147,20 @@ def pick_device(device: str) -> torch.device:
     if int(number or 0) >= gpus:
         raise SettingError(f"device is {device!r}, but this machine has {gpus or 'no'} CUDA devices")
     return torch.device(device)
+
+
+def pick_ops(ops: str, device: torch.device, dtype: torch.dtype, threads: int | None) -> Ops:
+    """The operations a setting means; 'auto' takes the native ones where they were built and serve the purpose."""
+    if ops not in OPERATIONS:
+        raise SettingError(f"ops is {ops!r}; allowed is one of {', '.join(OPERATIONS)}{nearest(ops, OPERATIONS)}")
+    fits = device.type == "cpu" and dtype in NATIVE_DTYPES
+    if ops == "native" and not fits:
+        raise SettingError(
+            f"ops is 'native' with device {device} and dtype {dtype}; allowed is cpu, float32 or bfloat16"
+        )
+    if ops == "native" or (ops == "auto" and fits and available()):
+        return NativeOps(threads or os.cpu_count() or 1)
+    return ReferenceOps()
 
 
 def pick_dtype(dtype: str, device: torch.device) -> torch.dtype:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.models.config import ModelConfig
 
@@ -28,3 +30,7 @@ class TensorSource(Protocol):
 
     def get(self, name: str) -> torch.Tensor:
         """The tensor, dense, in the file's own floating type (fp32 for quantized files). Raises ModelFileError."""
+
+    def blocks(self, name: str) -> tuple[str, NDArray[np.uint8]] | None:
+        """Name of the quantization and the blocks u8[out, bytes of a row] as stored; None for a floating tensor."""
+        return None

@@ -1,16 +1,18 @@
 """The contract of the numeric operations: one call per decoder layer, so that an implementation can fuse what it likes.
 
-Two implementations: ``reference`` (torch: any device, any dtype) and, later, a native one. Both work on the same flat
+Two implementations: ``reference`` (torch: any device, any dtype) and ``native`` (C++, CPU). Both work on the same flat
 rows, the same paged KV and the same masks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.core.types import Batch
 
@@ -22,8 +24,33 @@ class Int8Weight:
     q: torch.Tensor
     scale: torch.Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return self.q.nbytes + self.scale.nbytes
 
-Weight = torch.Tensor | Int8Weight
+
+class PackedWeight(Protocol):
+    """A weight [out, in] in a layout of an implementation's own."""
+
+    @property
+    def shape(self) -> tuple[int, int]: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+
+Weight = torch.Tensor | Int8Weight | PackedWeight
+
+
+@dataclass(frozen=True, eq=False)
+class StoredMatrix:
+    """A weight [out, in] in a model file: ``dense`` reads it in the file's own floating type (fp32 if quantized).
+
+    ``blocks`` is the name of its quantization and its blocks u8[out, bytes of a row] as they are, where it has one.
+    """
+
+    dense: Callable[[], torch.Tensor]
+    blocks: tuple[str, NDArray[np.uint8]] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +99,22 @@ class LayerShape:
 class Ops(Protocol):
     """Operations on flat rows; N rows, H hidden width."""
 
-    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits are the same whatever other rows share its pass."""
+
+    def describe(self) -> str:
+        """Implementation, instruction set and threads, for people."""
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of hidden states, norms and KV in a model that is loaded as ``dtype``."""
+
+    def matrix(
+        self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
+    ) -> Weight:
+        """A weight ready for ``linear`` (and, unquantized, for ``embed``)."""
+
+    def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
         """Rows [N,H] of ``table`` [V,H]."""
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:

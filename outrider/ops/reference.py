@@ -9,8 +9,9 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 
+from outrider.core.errors import SettingError
 from outrider.core.types import Batch
-from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, Weight
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
 
 Index = slice | torch.Tensor
 
@@ -26,11 +27,27 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
 class ReferenceOps:
     """Implements ``Ops``. Half types are widened to fp32 in norms and attention, as transformers does."""
 
+    batch_invariant = False  # matrix products of the platform: they pick a kernel by the number of rows
+
     def __init__(self) -> None:
         self._plans: WeakKeyDictionary[Batch, list[_Group]] = WeakKeyDictionary()
 
-    def embed(self, table: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        return table.index_select(0, ids)
+    def describe(self) -> str:
+        return f"reference operations (torch, {torch.get_num_threads()} threads)"
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
+    def matrix(
+        self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
+    ) -> Weight:
+        if quantization not in (None, "int8"):
+            raise SettingError(f"quantization is {quantization!r}; allowed on the reference operations is int8")
+        dense = stored.dense().to(device, dtype).contiguous()
+        return dense if quantization is None else quantize_int8(dense)
+
+    def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return _dense(table).index_select(0, ids)
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         angles = positions.to(inv_freq.dtype)[:, None] * inv_freq
@@ -43,7 +60,7 @@ class ReferenceOps:
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         if not isinstance(weight, Int8Weight):
-            return F.linear(x, weight, bias)
+            return F.linear(x, _dense(weight), bias)
         work = torch.float32 if x.dtype == torch.float16 else x.dtype  # sums before scaling overflow fp16
         y = (F.linear(x.to(work), weight.q.to(work)) * weight.scale).to(x.dtype)
         return y if bias is None else y + bias
@@ -159,6 +176,11 @@ def _plan(batch: Batch) -> list[_Group]:
     for b, length in enumerate(batch.kv_len):
         groups[batch.cu_rows[b + 1] - batch.cu_rows[b], length.bit_length()].append(b)
     return [_Group(batch, members) for (rows, _), members in groups.items() if rows]
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor), "a weight packed for other operations"
+    return weight
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:

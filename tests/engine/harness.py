@@ -19,6 +19,7 @@ from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import Decoder
 from outrider.models.load import LoadedModel
+from outrider.ops.contract import Ops
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.controller import DraftController
 from outrider.spec.drafts.none import NoDraft
@@ -63,10 +64,12 @@ def toy_target(
     quantization: str | None = None,
     tokenizer: ToyTokenizer | None = None,
     eos: Sequence[int] = (),
+    ops: Ops | None = None,
 ) -> LoadedModel:
     """A toy model as the engine takes it; two with the same config and seed have the same weights."""
     config = config or toy_config()
-    decoder = Decoder.from_source(MemorySource(config, seed, std), ReferenceOps(), dtype, "cpu", quantization)
+    source = MemorySource(config, seed, std)
+    decoder = Decoder.from_source(source, ops or ReferenceOps(), dtype, "cpu", quantization)
     shown: Any = tokenizer
     return LoadedModel(f"toy-{seed}", replace(config, eos_ids=tuple(eos)), decoder, shown, None, decoder.weight_bytes)
 

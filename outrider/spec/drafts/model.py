@@ -24,6 +24,7 @@ from outrider.core.settings import check_settings, setting
 from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span
 from outrider.models.load import LoadedModel, load_model
+from outrider.ops.reference import ReferenceOps
 from outrider.runtime.pool import KVPool
 from outrider.runtime.runner import Runner, logits_by_span
 from outrider.sampling.sampler import Sampler
@@ -303,6 +304,7 @@ def build(context: DraftContext, settings: ModelSettings) -> Proposer:
             dtype=settings.dtype,
             device=str(context.target.decoder.device),
             quantization=settings.quantization,
+            ops="reference" if isinstance(context.target.decoder.ops, ReferenceOps) else context.target.decoder.ops,
         )
     except (SettingError, ModelFileError) as error:
         raise type(error)(f"the draft model: {error}") from error

@@ -1,0 +1,119 @@
+// What every file shares: formats, instruction sets, and the plain views that kernels work on.
+#pragma once
+
+#include <cstdint>
+
+namespace outrider {
+
+constexpr int kLanes = 16;  // outputs in a block of weights, and floats in a vector
+constexpr int kGroup = 32;  // inputs that share a scale
+
+// How a weight is stored. All integer formats hold unsigned bytes or nibbles, as x86's u8 x s8 dot product wants them.
+enum class Format : int {
+  f32,
+  bf16,
+  i8,   // one fp32 scale for each output; codes are s8 + 128
+  q8,   // GGUF Q8_0: an fp16 scale for each group; codes are s8 + 128
+  q4,   // GGUF Q4_0: w = d * (code - 8)
+  q4m,  // GGUF Q4_1: w = d * code + m
+};
+constexpr int kFormats = 6;
+
+constexpr bool is_dense(Format f) { return f == Format::f32 || f == Format::bf16; }
+
+// Bytes of one group of 16 outputs x 32 inputs with its scales (dense: of one input).
+constexpr int64_t unit_bytes(Format f) {
+  return f == Format::f32 ? 64 : f == Format::bf16 ? 32 : f == Format::i8 ? 512 : f == Format::q8 ? 544 : f == Format::q4 ? 288 : 320;
+}
+
+// Bytes of one block: 16 outputs, all inputs.
+constexpr int64_t block_bytes(Format f, int64_t k) {
+  return is_dense(f) ? k * unit_bytes(f) : k / kGroup * unit_bytes(f) + (f == Format::i8 ? 64 : 0);
+}
+
+// A packed weight [n, k]: blocks of 16 outputs, one after the other.
+struct WeightView {
+  Format format;
+  int64_t n, k;
+  const uint8_t* data;
+};
+
+// Rows are cut in tiles of at most `tile` rows, as even as can be; one tile runs through a block of weights at a time.
+struct Tiles {
+  int64_t rows, count;
+  Tiles(int64_t rows, int64_t tile) : rows(rows), count((rows + tile - 1) / tile) {}
+  int64_t size(int64_t t) const { return rows / count + (t < rows % count); }
+  int64_t start(int64_t t) const { return t * (rows / count) + (t < rows % count ? t : rows % count); }
+};
+
+// Activations of one matrix product. `x` [rows, k] is fp32 (dense weights read it). The others hold the same in 8 bits:
+// group g of row r of the tile that starts at row s and has R rows is number s * groups + g * R + (r - s), so that a
+// tile is one stretch of memory and a kernel needs a single pointer into it.
+struct Acts {
+  int64_t rows, k;
+  const float* x;
+  int8_t* q;        // [groups of all rows][32]
+  float* scale;     // one a group
+  float* shift;     // scale * (sum of the group's q): what a weight's minimum is multiplied by
+  int32_t* start8;  // -8 * sum and -128 * sum: where the integer sum starts, to undo the codes' offset
+  int32_t* start128;
+};
+
+// A row of attention: it sees the slots list[begin .. end).
+struct SeenRow {
+  const int32_t* list;
+  int64_t begin, end;
+};
+
+// One layer's paged KV, [slots, heads, dim].
+struct KVView {
+  void *k, *v;
+  bool bf16;
+  int64_t slots, heads, dim;
+};
+
+// Attention of some rows, which share `list`, and of some query heads, which share one KV head.
+struct AttendTask {
+  const SeenRow* rows;
+  int64_t n_rows, n_heads;
+  const float* q;  // [n_rows][q_stride], scaled; each head padded to `padded` floats
+  int64_t q_stride, padded;
+  float* out;  // [n_rows][out_stride], each head `kv.dim` floats
+  int64_t out_stride;
+  KVView kv;
+  int64_t kv_head;
+  float* scratch;  // attend_scratch() floats
+};
+
+constexpr int64_t kKeyTile = 64;
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+inline int64_t attend_scratch(int64_t queries, int64_t seen, int64_t padded) {
+  return queries * (round_up(seen, kLanes) + 2 * kLanes + padded) + kKeyTile * padded;
+}
+
+// The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
+// fused multiply-adds where the code says so and nowhere else.
+struct Kernels {
+  const char* name;
+  int64_t tile;
+  // Outputs of the blocks b0 .. b1 for all rows. `bias` is padded to whole blocks or null; `add` adds to what y holds.
+  void (*linear)(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add);
+  // One row to 8 bits; `step` is the number of rows in its tile, `at` its group 0.
+  void (*quantize)(const float* x, int64_t k, int64_t step, int64_t at, const Acts& to);
+  void (*norm)(const float* x, const float* weight, float eps, int64_t k, float* y);
+  void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
+  // One head: optional norm, rotation by cos/sin [dim / 2], times `scale`.
+  void (*rotate)(const float* x, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float scale, float* y);
+  void (*store_kv)(const float* x, int64_t dim, bool bf16, void* to);
+  void (*attend)(const AttendTask& task);
+};
+
+const Kernels* kernels_portable();
+const Kernels* kernels_avx2();
+const Kernels* kernels_avx2_vnni();
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx512_vnni();
+
+}  // namespace outrider

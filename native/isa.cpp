@@ -1,0 +1,49 @@
+#include "isa.h"
+
+#ifdef OUTRIDER_X86
+#include <cpuid.h>
+#endif
+
+namespace outrider {
+namespace {
+
+#ifdef OUTRIDER_AVX_VNNI
+// GCC and clang do not agree on a name for this one.
+bool has_avx_vnni() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a >> 4 & 1);
+}
+#endif
+
+std::vector<const Kernels*> detect() {
+  std::vector<const Kernels*> found;
+#ifdef OUTRIDER_X86
+  __builtin_cpu_init();
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(kernels_avx512_vnni());
+  if (avx512) found.push_back(kernels_avx512());
+#ifdef OUTRIDER_AVX_VNNI
+  if (avx2 && has_avx_vnni()) found.push_back(kernels_avx2_vnni());
+#endif
+  if (avx2) found.push_back(kernels_avx2());  // every machine with AVX2 has F16C
+#endif
+  found.push_back(kernels_portable());
+  return found;
+}
+
+}  // namespace
+
+std::vector<const Kernels*> available_kernels() {
+  static const std::vector<const Kernels*> found = detect();
+  return found;
+}
+
+const Kernels* find_kernels(const std::string& name) {
+  for (const Kernels* k : available_kernels())
+    if (name == k->name) return k;
+  return nullptr;
+}
+
+}  // namespace outrider

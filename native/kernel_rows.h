@@ -1,0 +1,106 @@
+// Operations on single rows: norms, rounding to 8 bits, the gate of the MLP, rotary embedding, KV writes.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "common.h"
+
+namespace outrider {
+namespace {
+
+// Sixteen floats from p, zeros behind the first n.
+inline V::F load_part(const float* p, int64_t n) {
+  if (n >= kLanes) return V::load(p);
+  float lanes[kLanes] = {};
+  std::memcpy(lanes, p, static_cast<size_t>(n) * sizeof(float));
+  return V::load(lanes);
+}
+
+inline void store_part(float* p, int64_t n, V::F x) {
+  if (n >= kLanes) return V::store(p, x);
+  float lanes[kLanes];
+  V::store(lanes, x);
+  std::memcpy(p, lanes, static_cast<size_t>(n) * sizeof(float));
+}
+
+// e^x to about one unit in the last place; 0 below -87, no overflow (x is cut at 88). Range reduction by ln 2 in two
+// parts and a polynomial with the first Taylor coefficients.
+inline V::F exp_lanes(V::F x) {
+  const V::F least = V::set(-87.0f);
+  const V::F y = V::min(V::set(88.0f), V::max(least, x));  // NaN passes
+  const V::F magic = V::set(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  const V::F n = V::sub(V::add(V::mul(y, V::set(1.44269504f)), magic), magic);
+  V::F r = V::fma(n, V::set(-0.693359375f), y);
+  r = V::fma(n, V::set(2.12194440e-4f), r);
+  V::F p = V::set(1.0f / 5040);
+  constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
+  for (float c : taylor) p = V::fma(p, r, V::set(c));
+  return V::zero_below(x, least, V::mul(p, V::pow2(n)));
+}
+
+float square_mean(const float* x, int64_t k) {
+  V::F acc = V::set(0.0f);
+  for (int64_t i = 0; i < k; i += kLanes) {
+    const V::F a = load_part(x + i, k - i);
+    acc = V::fma(a, a, acc);
+  }
+  return V::sum(acc) / static_cast<float>(k);
+}
+
+void norm(const float* x, const float* weight, float eps, int64_t k, float* y) {
+  const V::F by = V::set(1.0f / std::sqrt(square_mean(x, k) + eps));
+  for (int64_t i = 0; i < k; i += kLanes)
+    store_part(y + i, k - i, V::mul(load_part(weight + i, k - i), V::mul(load_part(x + i, k - i), by)));
+}
+
+// Symmetric, absmax / 127, per group of 32. A group that holds NaN or infinity keeps a scale that is not finite.
+void quantize(const float* x, int64_t k, int64_t step, int64_t at, const Acts& to) {
+  for (int64_t i = 0; i < k; i += kGroup, at += step) {
+    const float largest = V::magnitude32(x + i);
+    const bool nothing = largest < 1e-30f;  // 127 / largest would overflow
+    const float scale = nothing ? 0.0f : largest / 127.0f;
+    const int32_t sum = V::round32(x + i, nothing ? 0.0f : 127.0f / largest, to.q + at * kGroup);
+    to.scale[at] = scale;
+    to.shift[at] = scale * static_cast<float>(sum);
+    to.start8[at] = -8 * sum;
+    to.start128[at] = -128 * sum;
+  }
+}
+
+void silu_mul(const float* gate, const float* up, int64_t n, float* y) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const V::F g = load_part(gate + i, n - i), u = load_part(up + i, n - i);
+    const V::F e = exp_lanes(V::sub(V::set(0.0f), g));
+    store_part(y + i, n - i, V::mul(V::div(g, V::add(V::set(1.0f), e)), u));
+  }
+}
+
+// The first half of the head against the second (the layout of Hugging Face and NeoX).
+void rotate(const float* x, const float* weight, float eps, const float* cos, const float* sin, int64_t dim, float scale, float* y) {
+  const int64_t half = dim / 2;
+  const float by = weight ? 1.0f / std::sqrt(square_mean(x, dim) + eps) : 1.0f;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t n = half - i;
+    V::F a = load_part(x + i, n), b = load_part(x + half + i, n);
+    if (weight) {
+      a = V::mul(load_part(weight + i, n), V::mul(a, V::set(by)));
+      b = V::mul(load_part(weight + half + i, n), V::mul(b, V::set(by)));
+    }
+    const V::F c = load_part(cos + i, n), s = load_part(sin + i, n);
+    store_part(y + i, n, V::mul(V::sub(V::mul(a, c), V::mul(b, s)), V::set(scale)));
+    store_part(y + half + i, n, V::mul(V::add(V::mul(b, c), V::mul(a, s)), V::set(scale)));
+  }
+}
+
+void store_kv(const float* x, int64_t dim, bool bf16, void* to) {
+  if (!bf16) {
+    std::memcpy(to, x, static_cast<size_t>(dim) * sizeof(float));
+    return;
+  }
+  auto* half = static_cast<uint16_t*>(to);
+  for (int64_t i = 0; i < dim; i++) half[i] = to_bf16(x[i]);
+}
+
+}  // namespace
+}  // namespace outrider

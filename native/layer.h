@@ -1,0 +1,47 @@
+// Whole operations on the rows of a pass: what the bindings call, after they have checked everything.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "common.h"
+#include "plan.h"
+#include "pool.h"
+#include "weight.h"
+
+namespace outrider {
+
+// Threads, kernels and working memory. One call at a time.
+struct Context {
+  Context(int threads, const Kernels* kernels) : pool(threads), kernels(kernels) {}
+
+  Pool pool;
+  const Kernels* kernels;
+  std::mutex busy;  // guards `scratch`
+  Buffer scratch;
+};
+
+// A linear layer; the bias is padded to whole blocks, or empty.
+struct Linear {
+  std::shared_ptr<const Weight> weight;
+  std::vector<float> bias;
+};
+
+struct Layer {
+  Linear q, k, v, o, gate, up, down;
+  std::vector<float> input_norm, post_norm, q_norm, k_norm;  // the last two may be empty
+  int64_t heads, kv_heads, head_dim, window;                 // window 0: none
+  float eps;
+  int64_t hidden() const { return o.weight->n(); }
+};
+
+// x [rows, in] -> y [rows, out]
+void run_linear(Context& context, const Weight& weight, const float* bias, const float* x, int64_t rows, float* y);
+void run_norm(Context& context, const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* y);
+void run_embed(Context& context, const Weight& table, const int64_t* ids, int64_t rows, float* y);
+// Angles in fp32, as the reference takes them; cosine and sine of each in double, so that they are the same everywhere.
+void run_rope_table(Context& context, const float* inv_freq, int64_t half, double scale, const int64_t* positions, int64_t rows, float* cos, float* sin);
+// One decoder layer, x [rows, hidden] -> y; cos and sin are [rows, head_dim / 2].
+void run_layer(Context& context, const Layer& layer, Plan& plan, const KVView& kv, const float* cos, const float* sin, const float* x, float* y);
+
+}  // namespace outrider

@@ -1,0 +1,101 @@
+#include "plan.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+
+namespace outrider {
+namespace {
+
+constexpr int64_t kTileRows = 16;            // rows that share keys and values in the cache
+constexpr int64_t kTileScores = 16 * 1024;   // rows x slots of a tile: its scores should stay in the cache too
+
+void require(bool ok, const std::string& what) {
+  if (!ok) throw std::invalid_argument("batch: " + what);
+}
+
+}  // namespace
+
+Plan::Plan(const BatchView& b)
+    : slots_(b.slots, b.slots + b.rows),
+      positions_(b.positions, b.positions + b.rows),
+      cu_rows_(b.cu_rows),
+      kv_len_(b.kv_len),
+      tail_start_(b.tail_start),
+      width_(b.ancestors ? b.words : 0),
+      tail_positions_(b.tail_positions) {
+  const auto n_seqs = static_cast<size_t>(b.seqs);
+  require(b.block_size > 0, "block_size must be positive");
+  require(kv_len_.size() == n_seqs && tail_start_.size() == n_seqs && tail_positions_.size() == n_seqs && cu_rows_.size() == n_seqs + 1,
+          "kv_len, tail_start, tail_positions, cu_rows and block_tables differ in the number of sequences");
+  require(cu_rows_.front() == 0 && cu_rows_.back() == b.rows, "cu_rows must run from 0 to the number of rows");
+  for (int64_t slot : slots_) {
+    require(slot >= 0 && slot < INT32_MAX, "a slot is out of range");
+    max_slot_ = std::max(max_slot_, slot);
+  }
+  if (b.ancestors) words_.assign(b.ancestors, b.ancestors + b.rows * b.words);
+  for (size_t s = 0; s < n_seqs; s++) {
+    const int64_t rows = cu_rows_[s + 1] - cu_rows_[s], length = kv_len_[s];
+    require(rows >= 0 && length >= rows && length > 0, "kv_len must be at least a sequence's rows");
+    require(length <= b.table_width * b.block_size, "kv_len is more than the block table holds");
+    if (b.ancestors) {
+      require(tail_start_[s] >= 0 && tail_start_[s] <= length, "tail_start must lie within kv_len");
+      require(static_cast<int64_t>(tail_positions_[s].size()) == length - tail_start_[s], "tail_positions must reach from tail_start to kv_len");
+    }
+    std::vector<int32_t> list(static_cast<size_t>(length));
+    const int64_t* table = b.block_tables + static_cast<int64_t>(s) * b.table_width;
+    for (int64_t i = 0; i < length; i++) {
+      const int64_t block = table[i / b.block_size];
+      require(block >= 0 && block < INT32_MAX / b.block_size, "a block is out of range");
+      list[static_cast<size_t>(i)] = static_cast<int32_t>(block * b.block_size + i % b.block_size);
+      max_slot_ = std::max(max_slot_, block * b.block_size + i % b.block_size);
+    }
+    lists_.push_back(std::move(list));
+  }
+}
+
+const Plan::Seen& Plan::seen(int64_t window) {
+  const auto found = seen_.find(window);
+  if (found != seen_.end()) return found->second;
+  Seen made;
+  for (size_t s = 0; s < lists_.size(); s++) {
+    const std::vector<int32_t>& list = lists_[s];
+    const int64_t rows = cu_rows_[s + 1] - cu_rows_[s];
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t row = cu_rows_[s] + r, own = kv_len_[s] - rows + r;
+      // The first position in the window. Before the tail, position and slot are the same.
+      const int64_t from = window ? std::max<int64_t>(0, positions_[static_cast<size_t>(row)] - window + 1) : 0;
+      if (!width_ || own < tail_start_[s]) {
+        made.rows.push_back({list.data(), std::min(from, own + 1), own + 1});
+      } else {
+        std::vector<int32_t> mine;
+        for (int64_t i = from; i < tail_start_[s]; i++) mine.push_back(list[static_cast<size_t>(i)]);
+        const int64_t* words = words_.data() + row * width_;
+        for (int64_t i = tail_start_[s], bit = 0; i <= own && bit < 64 * width_; i++, bit++) {
+          const bool ancestor = static_cast<uint64_t>(words[bit / 64]) >> (bit % 64) & 1;
+          if (ancestor && tail_positions_[s][static_cast<size_t>(bit)] >= from) mine.push_back(list[static_cast<size_t>(i)]);
+        }
+        made.own.push_back(std::move(mine));
+        made.rows.push_back({made.own.back().data(), 0, static_cast<int64_t>(made.own.back().size())});
+      }
+      if (made.rows.back().begin >= made.rows.back().end) throw std::invalid_argument("batch: a row sees no slot at all");
+    }
+  }
+  for (int64_t r = 0; r < this->rows();) {
+    RowTile tile = {r, 0, 0};
+    int64_t begin = made.rows[static_cast<size_t>(r)].begin;
+    const int32_t* list = made.rows[static_cast<size_t>(r)].list;
+    for (; r < this->rows() && tile.count < kTileRows && made.rows[static_cast<size_t>(r)].list == list; r++) {
+      const SeenRow& row = made.rows[static_cast<size_t>(r)];
+      begin = std::min(begin, row.begin);
+      const int64_t seen = row.end - begin;
+      if (tile.count && (tile.count + 1) * seen > kTileScores) break;
+      tile.seen = seen;
+      tile.count++;
+    }
+    made.tiles.push_back(tile);
+  }
+  return seen_.emplace(window, std::move(made)).first->second;
+}
+
+}  // namespace outrider

@@ -1,0 +1,51 @@
+// What attention needs to know about one forward pass, worked out once for all its layers.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <vector>
+
+#include "common.h"
+
+namespace outrider {
+
+// The fields of Batch that say who sees what; see its docstring. Pointers are only used while the plan is made.
+struct BatchView {
+  int64_t rows, seqs, table_width, words, block_size;
+  const int64_t *positions, *slots, *block_tables, *ancestors;  // ancestors may be null
+  std::vector<int64_t> cu_rows, kv_len, tail_start;
+  std::vector<std::vector<int64_t>> tail_positions;
+};
+
+// Consecutive rows with one list that are attended together.
+struct RowTile {
+  int64_t first, count, seen;  // `seen`: slots from the first to the last that any of them sees
+};
+
+class Plan {
+ public:
+  // Throws std::invalid_argument for anything out of range.
+  explicit Plan(const BatchView& batch);
+
+  int64_t rows() const { return static_cast<int64_t>(slots_.size()); }
+  int64_t max_slot() const { return max_slot_; }
+  const int64_t* slots() const { return slots_.data(); }
+
+  struct Seen {
+    std::vector<SeenRow> rows;
+    std::vector<RowTile> tiles;
+    std::vector<std::vector<int32_t>> own;  // lists of rows that see no plain stretch of slots
+  };
+  // Window 0: everything. Made on first use; the caller sees to it that no two threads do that at once.
+  const Seen& seen(int64_t window);
+
+ private:
+  int64_t max_slot_ = 0;
+  std::vector<int64_t> slots_, positions_, cu_rows_, kv_len_, tail_start_, words_;
+  int64_t width_ = 0;  // ancestor words of a row
+  std::vector<std::vector<int64_t>> tail_positions_;
+  std::vector<std::vector<int32_t>> lists_;  // physical slots of each sequence, in logical order
+  std::map<int64_t, Seen> seen_;
+};
+
+}  // namespace outrider

@@ -1,0 +1,141 @@
+// Sixteen lanes in two AVX2 registers; see vec_portable.h for what each operation means.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace outrider {
+namespace {
+
+struct V {
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  struct F {
+    __m256 a, b;
+  };
+  struct I {
+    __m256i a, b;
+  };
+
+  static F set(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
+  static F load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+  static void store(float* p, F x) {
+    _mm256_storeu_ps(p, x.a);
+    _mm256_storeu_ps(p + 8, x.b);
+  }
+  static __m128i load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+  static F load_half(const uint8_t* p) { return {_mm256_cvtph_ps(load128(p)), _mm256_cvtph_ps(load128(p + 16))}; }
+  static F load_bf16(const uint16_t* p) {
+    const auto widen = [](__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); };
+    return {widen(load128(p)), widen(load128(p + 8))};
+  }
+  static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+  static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+  static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+  static F div(F x, F y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+  static F fma(F x, F y, F z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+  static F max(F x, F y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+  static F min(F x, F y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+  static F zero_below(F x, F y, F z) {
+    return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ), z.a), _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ), z.b)};
+  }
+  static F pow2(F n) {
+    const auto one = [](__m256 x) {
+      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
+    };
+    return {one(n.a), one(n.b)};
+  }
+  // Adds the lanes of eight half registers at once, in the order of sum() after its first step.
+  static __m256 reduce8(const __m256* r) {
+    __m256 a[4], b[2];
+    for (int i = 0; i < 4; i++)  // [r0 low | r1 low] + [r0 high | r1 high]
+      a[i] = _mm256_add_ps(_mm256_permute2f128_ps(r[i], r[i + 4], 0x20), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
+    for (int i = 0; i < 2; i++)
+      b[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44), _mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
+    return _mm256_add_ps(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xdd));
+  }
+  static F reduce16(const F* rows) {
+    __m256 half[16];
+    for (int i = 0; i < 16; i++) half[i] = _mm256_add_ps(rows[i].a, rows[i].b);
+    return {reduce8(half), reduce8(half + 8)};
+  }
+  static float sum(F x) {
+    const __m256 h = _mm256_add_ps(x.a, x.b);
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  static float largest(F x) {
+    const __m256 h = _mm256_max_ps(x.a, x.b);
+    const __m128 q = _mm_max_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_max_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_max_ss(d, _mm_movehdup_ps(d)));
+  }
+  static __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+  static float magnitude32(const float* x) {
+    const __m256i mask = _mm256_set1_epi32(0x7fffffff);
+    __m256i m = _mm256_setzero_si256();
+    for (int i = 0; i < 32; i += 8) m = _mm256_max_epi32(m, _mm256_and_si256(load256(x + i), mask));
+    __m128i h = _mm_max_epi32(_mm256_castsi256_si128(m), _mm256_extracti128_si256(m, 1));
+    h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0x4e));
+    h = _mm_max_epi32(h, _mm_shuffle_epi32(h, 0xb1));
+    return from_bits(static_cast<uint32_t>(_mm_cvtsi128_si32(h)));
+  }
+  static int32_t round32(const float* x, float inv, int8_t* q) {
+    const __m256 by = _mm256_set1_ps(inv);
+    int32_t total = 0;
+    for (int i = 0; i < 32; i += 8) {
+      const __m256i n = _mm256_cvtps_epi32(_mm256_mul_ps(_mm256_loadu_ps(x + i), by));
+      const __m128i h = _mm_packs_epi32(_mm256_castsi256_si128(n), _mm256_extracti128_si256(n, 1));
+      const __m128i b = _mm_packs_epi16(h, h);
+      _mm_storel_epi64(reinterpret_cast<__m128i*>(q + i), b);
+    }
+    for (int i = 0; i < 32; i++) total += q[i];
+    return total;
+  }
+
+  static I set_i(int32_t x) { return {_mm256_set1_epi32(x), _mm256_set1_epi32(x)}; }
+  static F to_f(I x) { return {_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)}; }
+  static __m256i broadcast(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm256_set1_epi32(four);
+  }
+
+#ifdef __AVXVNNI__
+  using W = I;
+  static W widen(__m256i a, __m256i b) { return {a, b}; }
+  static I dot(I acc, W w, const int8_t* x) {
+    const __m256i four = broadcast(x);
+    return {_mm256_dpbusd_avx_epi32(acc.a, w.a, four), _mm256_dpbusd_avx_epi32(acc.b, w.b, four)};
+  }
+#else
+  // Without the dot product instruction: even and odd bytes apart, as 16-bit numbers, so that nothing saturates.
+  struct W {
+    __m256i even_a, odd_a, even_b, odd_b;
+  };
+  static W widen(__m256i a, __m256i b) {
+    const __m256i low = _mm256_set1_epi16(255);
+    return {_mm256_and_si256(a, low), _mm256_srli_epi16(a, 8), _mm256_and_si256(b, low), _mm256_srli_epi16(b, 8)};
+  }
+  static I dot(I acc, const W& w, const int8_t* x) {
+    const __m256i four = broadcast(x);
+    const __m256i even = _mm256_srai_epi16(_mm256_slli_epi16(four, 8), 8), odd = _mm256_srai_epi16(four, 8);
+    const auto part = [&](__m256i e, __m256i o) { return _mm256_add_epi32(_mm256_madd_epi16(e, even), _mm256_madd_epi16(o, odd)); };
+    return {_mm256_add_epi32(acc.a, part(w.even_a, w.odd_a)), _mm256_add_epi32(acc.b, part(w.even_b, w.odd_b))};
+  }
+#endif
+  static W bytes(const uint8_t* p) { return widen(load256(p), load256(p + 32)); }
+  static void nibbles(const uint8_t* p, W& low, W& high) {
+    const __m256i a = load256(p), b = load256(p + 32), mask = _mm256_set1_epi8(15);
+    low = widen(_mm256_and_si256(a, mask), _mm256_and_si256(b, mask));
+    high = widen(_mm256_and_si256(_mm256_srli_epi16(a, 4), mask), _mm256_and_si256(_mm256_srli_epi16(b, 4), mask));
+  }
+};
+
+}  // namespace
+}  // namespace outrider

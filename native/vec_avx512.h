@@ -1,0 +1,106 @@
+// Sixteen lanes in one AVX-512 register; see vec_portable.h for what each operation means.
+#pragma once
+
+#include <immintrin.h>
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace outrider {
+namespace {
+
+struct V {
+  static constexpr int tile = 12, dense_tile = 4, value_chunk = 4;
+  using F = __m512;
+  using I = __m512i;
+
+  static F set(float x) { return _mm512_set1_ps(x); }
+  static F load(const float* p) { return _mm512_loadu_ps(p); }
+  static void store(float* p, F a) { _mm512_storeu_ps(p, a); }
+  static F load_half(const uint8_t* p) { return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
+  static F load_bf16(const uint16_t* p) {
+    const __m256i h = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16));
+  }
+  static F add(F a, F b) { return _mm512_add_ps(a, b); }
+  static F sub(F a, F b) { return _mm512_sub_ps(a, b); }
+  static F mul(F a, F b) { return _mm512_mul_ps(a, b); }
+  static F div(F a, F b) { return _mm512_div_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+  static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }
+  static F zero_below(F a, F b, F c) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), c); }
+  static F pow2(F n) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+  }
+  // Adds the lanes of 16 registers at once, each in the order of sum(): halves, then quarters, then within quarters.
+  static F reduce16(const F* r) {
+    F a[8], b[4], c[2];
+    for (int i = 0; i < 8; i++)
+      a[i] = add(_mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], 0x44), _mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], 0xee));
+    for (int i = 0; i < 4; i++)
+      b[i] = add(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
+    for (int i = 0; i < 2; i++)
+      c[i] = add(_mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44), _mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee));
+    const F d = add(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_permutexvar_ps(order, d);
+  }
+  static float sum(F a) {
+    const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));
+    const __m128 q = _mm_add_ps(_mm256_castps256_ps128(h), _mm256_extractf128_ps(h, 1));
+    const __m128 d = _mm_add_ps(q, _mm_movehl_ps(q, q));
+    return _mm_cvtss_f32(_mm_add_ss(d, _mm_movehdup_ps(d)));
+  }
+  static float largest(F a) { return _mm512_reduce_max_ps(a); }
+  static float magnitude32(const float* x) {
+    const I mask = _mm512_set1_epi32(0x7fffffff);
+    const I a = _mm512_and_si512(_mm512_loadu_si512(x), mask), b = _mm512_and_si512(_mm512_loadu_si512(x + 16), mask);
+    return from_bits(static_cast<uint32_t>(_mm512_reduce_max_epi32(_mm512_max_epi32(a, b))));
+  }
+  static int32_t round32(const float* x, float inv, int8_t* q) {
+    const I a = _mm512_cvtps_epi32(mul(load(x), set(inv))), b = _mm512_cvtps_epi32(mul(load(x + 16), set(inv)));
+    const __m128i qa = _mm512_cvtsepi32_epi8(a), qb = _mm512_cvtsepi32_epi8(b);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q), qa);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(q + 16), qb);
+    return _mm512_reduce_add_epi32(_mm512_add_epi32(_mm512_cvtepi8_epi32(qa), _mm512_cvtepi8_epi32(qb)));
+  }
+
+  static I set_i(int32_t x) { return _mm512_set1_epi32(x); }
+  static F to_f(I a) { return _mm512_cvtepi32_ps(a); }
+  static I broadcast(const int8_t* x) {
+    int32_t four;
+    std::memcpy(&four, x, 4);
+    return _mm512_set1_epi32(four);
+  }
+
+#ifdef __AVX512VNNI__
+  using W = __m512i;
+  static W widen(I raw) { return raw; }
+  static I dot(I acc, W w, const int8_t* x) { return _mm512_dpbusd_epi32(acc, w, broadcast(x)); }
+#else
+  // Without the dot product instruction: even and odd bytes apart, as 16-bit numbers, so that nothing saturates.
+  struct W {
+    I even, odd;
+  };
+  static W widen(I raw) { return {_mm512_and_si512(raw, _mm512_set1_epi16(255)), _mm512_srli_epi16(raw, 8)}; }
+  static I dot(I acc, const W& w, const int8_t* x) {
+    const I four = broadcast(x);
+    const I even = _mm512_srai_epi16(_mm512_slli_epi16(four, 8), 8), odd = _mm512_srai_epi16(four, 8);
+    const I part = _mm512_add_epi32(_mm512_madd_epi16(w.even, even), _mm512_madd_epi16(w.odd, odd));
+    return _mm512_add_epi32(acc, part);
+  }
+#endif
+  static W bytes(const uint8_t* p) { return widen(_mm512_loadu_si512(p)); }
+  static void nibbles(const uint8_t* p, W& low, W& high) {
+    const I raw = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(15);
+    low = widen(_mm512_and_si512(raw, mask));
+    high = widen(_mm512_and_si512(_mm512_srli_epi16(raw, 4), mask));
+  }
+};
+
+}  // namespace
+}  // namespace outrider

@@ -1,0 +1,145 @@
+// Sixteen lanes in plain C++: the definition that the other instruction sets must equal bit by bit.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "half.h"
+
+namespace outrider {
+namespace {
+
+struct V {
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  struct F {
+    float v[16];
+  };
+  struct I {
+    int32_t v[16];
+  };
+  struct W {
+    uint8_t v[64];
+  };
+
+  template <class Fn>
+  static F each(Fn fn) {
+    F r;
+    for (int i = 0; i < 16; i++) r.v[i] = fn(i);
+    return r;
+  }
+
+  static F set(float x) {
+    return each([&](int) { return x; });
+  }
+  static F load(const float* p) {
+    F r;
+    std::memcpy(r.v, p, 64);
+    return r;
+  }
+  static void store(float* p, const F& a) { std::memcpy(p, a.v, 64); }
+  static F load_half(const uint8_t* p) {
+    uint16_t h[16];
+    std::memcpy(h, p, 32);
+    return each([&](int i) { return from_half(h[i]); });
+  }
+  static F load_bf16(const uint16_t* p) {
+    return each([&](int i) { return from_bf16(p[i]); });
+  }
+  static F add(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] + b.v[i]; });
+  }
+  static F sub(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] - b.v[i]; });
+  }
+  static F mul(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] * b.v[i]; });
+  }
+  static F div(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] / b.v[i]; });
+  }
+  static F fma(const F& a, const F& b, const F& c) {
+    return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
+  }
+  static F max(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  static F min(const F& a, const F& b) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; });
+  }
+  // a < b ? 0 : c
+  static F zero_below(const F& a, const F& b, const F& c) {
+    return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : c.v[i]; });
+  }
+  // 2 to the power of a whole number in [-126, 127]
+  static F pow2(const F& n) {
+    return each([&](int i) {
+      const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;
+      return from_bits(static_cast<uint32_t>(whole + 127) << 23);
+    });
+  }
+  static F reduce16(const F* rows) {
+    return each([&](int i) { return sum(rows[i]); });
+  }
+  // The one order in which lanes are added: i with i + 8, then + 4, + 2, + 1.
+  static float sum(F a) {
+    for (int s = 8; s; s >>= 1)
+      for (int i = 0; i < s; i++) a.v[i] += a.v[i + s];
+    return a.v[0];
+  }
+  static float largest(const F& a) {
+    float m = a.v[0];
+    for (int i = 1; i < 16; i++) m = a.v[i] > m ? a.v[i] : m;
+    return m;
+  }
+  // Largest magnitude of 32 floats, compared as integers so that NaN wins.
+  static float magnitude32(const float* x) {
+    uint32_t m = 0;
+    for (int i = 0; i < 32; i++) {
+      const uint32_t bits = to_bits(x[i]) & 0x7fffffffu;
+      m = bits > m ? bits : m;
+    }
+    return from_bits(m);
+  }
+  // 32 floats times `inv`, rounded to nearest even, as bytes; returns their sum.
+  static int32_t round32(const float* x, float inv, int8_t* q) {
+    int32_t total = 0;
+    for (int i = 0; i < 32; i++) {
+      const float y = x[i] * inv;
+      const int32_t n = y >= -128.0f && y <= 127.5f ? static_cast<int32_t>(std::lrintf(y)) : -128;
+      q[i] = static_cast<int8_t>(n > 127 ? 127 : n);
+      total += q[i];
+    }
+    return total;
+  }
+
+  static I set_i(int32_t x) {
+    I r;
+    for (int i = 0; i < 16; i++) r.v[i] = x;
+    return r;
+  }
+  static F to_f(const I& a) {
+    return each([&](int i) { return static_cast<float>(a.v[i]); });
+  }
+  static W bytes(const uint8_t* p) {
+    W w;
+    std::memcpy(w.v, p, 64);
+    return w;
+  }
+  static void nibbles(const uint8_t* p, W& low, W& high) {
+    for (int i = 0; i < 64; i++) low.v[i] = p[i] & 15, high.v[i] = p[i] >> 4;
+  }
+  // acc[i] + sum over j < 4 of w[4i + j] * x[j]
+  static I dot(const I& acc, const W& w, const int8_t* x) {
+    I r;
+    for (int i = 0; i < 16; i++) {
+      int32_t s = acc.v[i];
+      for (int j = 0; j < 4; j++) s += static_cast<int32_t>(w.v[4 * i + j]) * x[j];
+      r.v[i] = s;
+    }
+    return r;
+  }
+};
+
+}  // namespace
+}  // namespace outrider

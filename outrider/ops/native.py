@@ -1,0 +1,241 @@
+"""The operations in C++ on the CPU: small batches of rows for little more than the price of one.
+
+Every row's bits are the same whatever else is in the pass, however a prompt was cut, with any number of threads and on
+any instruction set. Needs the extension ``outrider._native``; see ``available``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from outrider.core.errors import SettingError
+from outrider.core.types import Batch
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix
+
+GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
+"""GGUF types that are taken as they are -> our names."""
+
+FLOAT_FORMATS = ("f32", "bf16", "int8", "q8_0", "q4_1")
+"""What a tensor can be packed to; q8_0 and q4_1 are rounded per group of 32 inputs, int8 per output."""
+
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
+NATIVE_DTYPES = (torch.float32, torch.bfloat16)
+"""What a model may be loaded as; rows are computed in fp32."""
+
+_LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
+
+
+def _load() -> Any:
+    try:
+        return import_module("outrider._native")
+    except ImportError:
+        return None
+
+
+_native: Any = _load()
+
+
+def available() -> bool:
+    """Whether the extension was built when the package was installed."""
+    return _native is not None
+
+
+def available_isas() -> tuple[str, ...]:
+    """Instruction sets that this build and this machine have, best first; empty without the extension."""
+    return tuple(_native.available_isas()) if _native else ()
+
+
+@dataclass(frozen=True, eq=False)
+class NativeWeight:
+    """A packed linear weight (or embedding table) [out, in]; ``handle`` is the extension's."""
+
+    handle: Any
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        out, width = self.handle.shape
+        return out, width
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.handle.nbytes)
+
+    @property
+    def format(self) -> str:
+        return str(self.handle.format)
+
+
+def pack(tensor: torch.Tensor, fmt: str) -> NativeWeight:
+    """Packs a floating ``tensor`` [out, in] into one of ``FLOAT_FORMATS``."""
+    return NativeWeight(_native.pack(tensor.to("cpu", torch.float32).contiguous(), fmt))
+
+
+def pack_gguf(kind: str, raw: Any, out: int, width: int) -> NativeWeight:
+    """Packs the stored blocks of a GGUF tensor, u8[out, bytes of a row], without rounding anything again."""
+    fmt = GGUF_FORMATS.get(kind)
+    if fmt is None:
+        raise ValueError(f"GGUF type {kind} cannot be packed as it is; {', '.join(GGUF_FORMATS)} can")
+    return NativeWeight(_native.pack_gguf(raw, fmt, out, width))
+
+
+class _Rope(tuple[torch.Tensor, ...]):
+    """Cosines and sines; ``handle`` is the extension's view of them, checked once for all layers."""
+
+    handle: Any
+
+    @classmethod
+    def of(cls, rope: Sequence[torch.Tensor]) -> _Rope:
+        made = cls(rope)
+        made.handle = _native.rope(*rope)
+        return made
+
+
+class NativeOps:
+    """Implements ``Ops`` on fp32 rows. Linear weights are ``NativeWeight``; plain tensors are packed on first use."""
+
+    batch_invariant = True
+
+    def __init__(self, threads: int, isa: str | None = None) -> None:
+        if _native is None:
+            raise SettingError("the native operations are not installed; reinstall with a C++ compiler at hand")
+        try:
+            self._context = _native.context(threads, isa)
+        except ValueError as error:
+            raise SettingError(str(error)) from None
+        self._plans: WeakKeyDictionary[Batch, Any] = WeakKeyDictionary()
+        self._kv: WeakKeyDictionary[LayerKV, Any] = WeakKeyDictionary()
+        self._layers: WeakKeyDictionary[LayerWeights, tuple[LayerShape, Any]] = WeakKeyDictionary()
+        self._packed: Any = WeakIdKeyDictionary()  # by identity: tensors compare element by element
+
+    @property
+    def threads(self) -> int:
+        return int(self._context.threads)
+
+    @property
+    def isa(self) -> str:
+        """Instruction set in use."""
+        return str(self._context.isa)
+
+    def info(self) -> dict[str, Any]:
+        """What ``outrider info`` shows."""
+        formats = sorted({*FLOAT_FORMATS, *GGUF_FORMATS.values()})
+        return {"isa": self.isa, "available": available_isas(), "threads": self.threads, "formats": formats}
+
+    def describe(self) -> str:
+        return f"native operations ({self.isa}, {self.threads} threads)"
+
+    def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def matrix(
+        self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
+    ) -> NativeWeight:
+        """A GGUF file's blocks as they are where we know them; else packed, in 8 or 4 bits if asked for."""
+        if quantization is None and stored.blocks is not None and stored.blocks[0] in GGUF_FORMATS:
+            kind, raw = stored.blocks
+            return pack_gguf(kind, raw, raw.shape[0], raw.shape[1] // _BLOCK_BYTES[kind] * 32)
+        dense = stored.dense()
+        half = torch.bfloat16 in (dtype, dense.dtype)
+        return pack(dense, {"int8": "int8", "int4": "q4_1"}.get(quantization or "", "bf16" if half else "f32"))
+
+    def embed(self, table: Any, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(table, torch.Tensor):
+            return table.index_select(0, ids).float()
+        out = torch.empty(len(ids), table.shape[1])
+        _native.embed(self._context, table.handle, ids, out)
+        return out
+
+    def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
+        cos, sin = torch.empty(2, len(positions), len(inv_freq)).unbind()
+        _native.rope_table(self._context, inv_freq.float(), scale, positions, cos, sin)
+        return _Rope.of((cos, sin))
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x = x.contiguous()
+        out = torch.empty_like(x)
+        _native.rms_norm(self._context, x, weight.float(), eps, out)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
+        packed = self._native_weight(weight)
+        out = torch.empty(len(x), packed.shape[0])
+        _native.linear(self._context, packed.handle, x.contiguous(), None if bias is None else bias.float(), out)
+        return out
+
+    def decoder_layer(
+        self,
+        x: torch.Tensor,
+        weights: LayerWeights,
+        shape: LayerShape,
+        rope: Sequence[torch.Tensor],
+        kv: LayerKV,
+        batch: Batch,
+    ) -> torch.Tensor:
+        known = self._layers.get(weights)
+        if known is None or (known[0] is not shape and known[0] != shape):
+            known = self._layers[weights] = shape, self._layer(weights, shape)
+        plan = self._plans.get(batch)
+        if plan is None:
+            plan = self._plans[batch] = _plan(batch)
+        pool = self._kv.get(kv)
+        if pool is None:
+            pool = self._kv[kv] = _native.kv(kv.k, kv.v)
+        layer, turn = known[1], rope if isinstance(rope, _Rope) else _Rope.of(rope)
+        wanted = plan.rows, layer.hidden
+        if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous() or x.device.type != "cpu":
+            raise ValueError(
+                f"x is {x.dtype} {tuple(x.shape)} on {x.device}; expected is contiguous fp32 {wanted} in main memory"
+            )
+        out = torch.empty_like(x)
+        _native.decoder_layer(self._context, layer, plan, pool, turn.handle, x.data_ptr(), out.data_ptr())
+        return out
+
+    def _native_weight(self, weight: Any) -> NativeWeight:
+        if isinstance(weight, NativeWeight):
+            return weight
+        packed: NativeWeight | None = self._packed.get(weight)
+        if packed is None:
+            dense = weight.q * weight.scale[:, None] if isinstance(weight, Int8Weight) else weight
+            kind = "int8" if isinstance(weight, Int8Weight) else "bf16" if weight.dtype == torch.bfloat16 else "f32"
+            packed = self._packed[weight] = pack(dense, kind)
+        return packed
+
+    def _layer(self, w: LayerWeights, shape: LayerShape) -> Any:
+        def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.float().contiguous()
+
+        return _native.layer(
+            shape.n_heads,
+            shape.n_kv_heads,
+            shape.head_dim,
+            shape.norm_eps,
+            shape.window or 0,
+            dense(w.input_norm),
+            dense(w.post_norm),
+            [self._native_weight(getattr(w, name)).handle for name in _LINEAR],
+            [dense(getattr(w, f"{name}_bias")) for name in _LINEAR],
+            dense(w.q_norm),
+            dense(w.k_norm),
+        )
+
+
+def _plan(batch: Batch) -> Any:
+    return _native.plan(
+        batch.positions,
+        batch.slots,
+        batch.cu_rows,
+        batch.kv_len,
+        batch.block_tables,
+        batch.tail_start,
+        batch.ancestors,
+        batch.tail_positions,
+        batch.block_size,
+    )
