@@ -44,7 +44,7 @@ class SpecConfig:
     """How to speculate: what all drafters share, and ``options``, the chosen drafter's own settings by name."""
 
     method: str = setting("ngram", "the drafter")
-    num_speculative_tokens: int = setting(5, "draft tokens a step (tree nodes for a tree)", low=0, high=MAX_DRAFT)
+    num_speculative_tokens: int = setting(3, "draft tokens a step (tree nodes for a tree)", low=0, high=MAX_DRAFT)
     rejection_sample_method: str = setting(
         "standard", "verification rule; all are lossless", choices=("standard", "block", "coupled")
     )

@@ -25,7 +25,7 @@ class NgramSettings:
     """Longest matches are tried first, from ``prompt_lookup_max`` tokens down to ``prompt_lookup_min``."""
 
     prompt_lookup_max: int = setting(4, "longest n-gram to look up", low=1, high=32)
-    prompt_lookup_min: int = setting(1, "shortest n-gram to look up", low=1, high=32)
+    prompt_lookup_min: int = setting(2, "shortest n-gram to look up", low=1, high=32)
     prompt_lookup_selection: str = setting(
         "recent", "which continuation of an n-gram to take first", choices=("recent", "frequent")
     )
