@@ -117,7 +117,10 @@ def test_chat_uses_the_template_and_takes_one_conversation_or_many(llm: LLM) -> 
 
 
 def test_speculation_can_be_switched_off_for_one_request(llm: LLM) -> None:
-    on, off = (llm.generate("a draft that is a draft that is", GREEDY, SpecParams(enabled=enabled))[0] for enabled in (True, False))
+    on, off = (
+        llm.generate("a draft that is a draft that is", GREEDY, SpecParams(enabled=enabled))[0]
+        for enabled in (True, False)
+    )
     assert off.stats.drafted == 0 < on.stats.drafted
     assert on.token_ids == off.token_ids
 
