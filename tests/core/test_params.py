@@ -78,6 +78,8 @@ def test_params_can_be_copied_pickled_and_listed() -> None:
     params = SamplingParams(logit_bias={1: 2.0}, stop=("x",), seed=3)
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
     assert dataclasses.asdict(params)["logit_bias"] == {1: 2.0}
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        params.top_k = 3  # type: ignore[misc]
 
 
 @pytest.mark.parametrize(
