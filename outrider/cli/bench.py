@@ -62,9 +62,10 @@ def run(args: argparse.Namespace) -> int:
     if gammas is not None:
         specs = [{**spec, "num_speculative_tokens": max(gammas)} for spec in specs]
     lengths = {name: gammas or (spec_of(spec).num_speculative_tokens,) for name, spec in zip(names, specs, strict=True)}
+    engine = _engine_settings(args, max(batches))
 
     print(f"loading {args.model} ...", file=sys.stderr)
-    llm = LLM(drafter=specs, enable_prefix_caching=False, **_engine_settings(args, max(batches)))
+    llm = LLM(drafter=specs, enable_prefix_caching=False, **engine)
     _check_lengths(llm, lengths)
     check_prompts(llm, prompts, params)
     settings = settings_for(lengths, batches)
