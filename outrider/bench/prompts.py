@@ -51,18 +51,29 @@ QUICK: tuple[BenchPrompt, ...] = (
 def read_prompts(file: Path, limit: int | None = None) -> list[BenchPrompt]:
     """Prompts from a JSON Lines file of ``{"category": ..., "turns": [...]}`` rows; ``limit`` spreads over the file."""
     try:
-        lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = file.read_text(encoding="utf-8").split("\n")  # JSON texts may hold other line breaks
     except (OSError, UnicodeDecodeError) as error:
         raise SettingError(f"the prompt file {file} cannot be read: {error}") from None
     prompts = []
     for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            prompts.append(BenchPrompt(str(row.get("category", "-")), str(row["turns"][0])))
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError):
-            raise SettingError(f"{file} line {number} is not a JSON object with a list of texts in 'turns'") from None
+        if line.strip():
+            prompts.append(_prompt(line, f"{file} line {number}"))
     if not prompts:
         raise SettingError(f"the prompt file {file} holds no prompts")
     if limit is None or limit >= len(prompts):
         return prompts
     return [prompts[i * len(prompts) // limit] for i in range(limit)]
+
+
+def _prompt(line: str, where: str) -> BenchPrompt:
+    """One row: its first turn, and its category ('-' without one)."""
+    try:
+        row = json.loads(line)
+        turns, kind = row["turns"], row.get("category", "-")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        turns, kind = None, "-"
+    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str) or not turns[0].strip():
+        raise SettingError(f"{where} is not a JSON object with a list of texts in 'turns'")
+    if not isinstance(kind, str) or not kind.strip():
+        raise SettingError(f"{where} has the category {kind!r}; allowed is a text that is not empty")
+    return BenchPrompt(kind.strip(), turns[0])

@@ -8,6 +8,7 @@ import sys
 from outrider.bench.demo import run_demo
 from outrider.bench.prompts import QUICK
 from outrider.cli import flags
+from outrider.cli.stats import model_line
 
 HELP = "plain and speculative decoding side by side, on six kinds of prompt"
 
@@ -23,12 +24,8 @@ def run(args: argparse.Namespace) -> int:
         args.enable_prefix_caching = False  # the second run of a prompt must not profit from the first
     print(f"loading {args.model} ...", file=sys.stderr)
     llm = flags.load(args)
-    decoder, engine = llm.target.decoder, llm.engine
-    print(
-        f"{llm.target.name}: {decoder.weight_bytes / 1e6:.0f} MB of weights on {decoder.device}, "
-        f"{decoder.ops.describe()}; drafter {next(iter(engine.proposers))} with "
-        f"{engine.spec.num_speculative_tokens} draft tokens, greedy"
-    )
+    drafter, gamma = next(iter(llm.engine.proposers)), llm.engine.spec.num_speculative_tokens
+    print(f"{model_line(llm)}; drafter {drafter} with {gamma} draft tokens, greedy")
     comparisons = run_demo(llm, QUICK, args.max_tokens, lambda line: print(line, flush=True))
     parted = [c.divergence for c in comparisons if c.divergence is not None]
     if not parted:

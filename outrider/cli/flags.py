@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.core.config import EngineConfig, SpecConfig
@@ -17,9 +18,9 @@ from outrider.spec.registry import DRAFTERS, kind_of, spec_from_json, spec_from_
 _ENGINE_NAMES = {f.name for f in dataclasses.fields(EngineConfig)}
 
 
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
+def add_model_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """The model and everything about how it is run."""
-    add_flags(parser.add_argument_group("model and engine"), EngineConfig)
+    add_flags(parser.add_argument_group("model and engine"), EngineConfig, skip)
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +30,12 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--drafter", dest="method", default=argparse.SUPPRESS, metavar="NAME", help=f"one of {', '.join(DRAFTERS)}"
     )
-    add_flags(group, SpecConfig, skip=("method", "options"))
+    add_drafter_flags(group)
+
+
+def add_drafter_flags(group: argparse._ActionsContainer, skip: tuple[str, ...] = ()) -> None:
+    """What all drafters share, and each one's own settings."""
+    add_flags(group, SpecConfig, skip=("method", "options", *skip))
     for kind in DRAFTERS.values():
         add_flags(group, kind.settings, rename=_flag_names(kind.settings))
 
@@ -56,19 +62,33 @@ def spec_mapping(args: argparse.Namespace) -> dict[str, Any]:
         values = {**shared, **config.options}
     values |= given_flags(SpecConfig, args)
     name, _ = kind_of(values.get("method", SpecConfig.method))
+    return _with_own_settings(args, [name], values)[0]
+
+
+def spec_mappings(args: argparse.Namespace, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The same for several drafters by name, from flags alone; a flag of a drafter not among them is an error."""
+    return _with_own_settings(args, [kind_of(name)[0] for name in names], given_flags(SpecConfig, args))
+
+
+def _with_own_settings(args: argparse.Namespace, names: Sequence[str], shared: dict[str, Any]) -> list[dict[str, Any]]:
+    """Per drafter its settings: ``shared`` and those of its own flags, checked."""
+    mappings = []
     for other, kind in DRAFTERS.items():
         own = given_flags(kind.settings, args, _flag_names(kind.settings))
-        if own and other != name:
-            flag = _flag_names(kind.settings).get(next(iter(own)), next(iter(own))).replace("_", "-")
-            raise SettingError(f"--{flag} is a setting of drafter {other}; the chosen drafter is {name}")
-        values |= own
-        if other == name:
-            required = [f.name for f in dataclasses.fields(kind.settings) if f.default is dataclasses.MISSING]
-            for missing in (field for field in required if field not in values):
-                flag = _flag_names(kind.settings).get(missing, missing).replace("_", "-")
-                raise SettingError(f"drafter {name} needs --{flag}")
-    spec_from_mapping(values)
-    return values
+        if own and other not in names:
+            chosen = f"drafter is {names[0]}" if len(names) == 1 else f"drafters are {', '.join(names)}"
+            raise SettingError(
+                f"--{_flag(kind.settings, next(iter(own)))} is a setting of drafter {other}; the chosen {chosen}"
+            )
+    for name in names:
+        settings = DRAFTERS[name].settings
+        values = {**shared, "method": name, **given_flags(settings, args, _flag_names(settings))}
+        for f in dataclasses.fields(settings):
+            if f.default is dataclasses.MISSING and f.name not in values:
+                raise SettingError(f"drafter {name} needs --{_flag(settings, f.name)}")
+        spec_from_mapping(values)
+        mappings.append(values)
+    return mappings
 
 
 def sampling(args: argparse.Namespace) -> SamplingParams:
@@ -87,3 +107,8 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 def _flag_names(settings: type) -> dict[str, str]:
     """Drafter settings whose names the engine has too are flags with a ``draft-`` in front."""
     return {f.name: f"draft_{f.name}" for f in dataclasses.fields(settings) if f.name in _ENGINE_NAMES}
+
+
+def _flag(settings: type, name: str) -> str:
+    """A drafter's setting as it is spelt on the command line, without its dashes in front."""
+    return _flag_names(settings).get(name, name).replace("_", "-")

@@ -5,8 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from outrider.engine.llm import LLM
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.request import Completion, RequestOutput
+
+
+def model_line(llm: LLM) -> str:
+    """The model, its size and what computes it."""
+    decoder = llm.target.decoder
+    return (
+        f"{llm.target.name}: {decoder.weight_bytes / 1e6:.0f} MB of weights on {decoder.device}, "
+        f"{decoder.ops.describe()}"
+    )
 
 
 def output_json(output: RequestOutput) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import numbers
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -31,8 +31,9 @@ Drafter = str | Mapping[str, Any] | SpecConfig
 class LLM:
     """A target model with a drafter, for use from Python. Not thread-safe.
 
-    ``drafter`` is a drafter's name, a mapping with the keys of ``--speculative-config``, or a ``SpecConfig``; further
-    settings are the fields of ``EngineConfig``::
+    ``drafter`` is a drafter's name, a mapping with the keys of ``--speculative-config``, or a ``SpecConfig``; or a list
+    of these, one of which each request picks by ``SpecParams(drafter=...)`` (see ``build_engine``). Further settings
+    are the fields of ``EngineConfig``::
 
         llm = LLM("smollm2", drafter={"num_speculative_tokens": 5})
         print(llm.chat([{"role": "user", "content": "Hello"}], SamplingParams(temperature=0))[0].text)
@@ -43,7 +44,7 @@ class LLM:
     def __init__(
         self,
         model: str = "smollm2",
-        drafter: Drafter = SpecConfig.method,
+        drafter: Drafter | Sequence[Drafter] = SpecConfig.method,
         *,
         speculative_config: Mapping[str, Any] | None = None,
         **settings: Any,
@@ -57,7 +58,7 @@ class LLM:
             hint = nearest(key, (*known, "drafter"))
             raise SettingError(f"LLM has no setting '{key}'{hint}; known are drafter, {', '.join(known)}")
         config = from_mapping(EngineConfig, {"model": model, **settings}, "LLM")
-        spec = spec_of(drafter if speculative_config is None else speculative_config)
+        specs = _specs_of(drafter if speculative_config is None else speculative_config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         target = load_model(
@@ -68,7 +69,7 @@ class LLM:
             ops=config.ops,
             threads=config.threads,
         )
-        self.engine = build_engine(target, config, spec)
+        self.engine = build_engine(target, config, *specs)
         for line in self.engine.memory.lines():
             logger.info(line)
 
@@ -201,10 +202,29 @@ def spec_of(drafter: Drafter) -> SpecConfig:
     return spec_from_mapping({"method": drafter} if isinstance(drafter, str) else drafter)
 
 
-def build_engine(target: LoadedModel, config: EngineConfig, spec: SpecConfig) -> Engine:
-    """An engine with the drafter that ``spec`` names."""
-    name, _ = kind_of(spec.method)
-    return Engine(target, config, {name: build_proposer(spec, DraftContext(target, spec))}, spec)
+def _specs_of(drafter: Drafter | Sequence[Drafter]) -> list[SpecConfig]:
+    """The same for one drafter or a list of them, which all verify by the same rule."""
+    one = isinstance(drafter, (str, Mapping, SpecConfig)) or not isinstance(drafter, Sequence)
+    many: Any = [drafter] if one else drafter
+    specs = [spec_of(each) for each in many]
+    if not specs:
+        raise SettingError("drafter is an empty list; allowed is one drafter at least")
+    names = [spec.method for spec in specs]
+    if len(set(names)) < len(names):
+        raise SettingError(f"drafter names {', '.join(names)}; allowed is each drafter once")
+    if len({spec.rejection_sample_method for spec in specs}) > 1:
+        raise SettingError("the drafters differ in rejection_sample_method; allowed is one rule for all of them")
+    return specs
+
+
+def build_engine(target: LoadedModel, config: EngineConfig, *specs: SpecConfig) -> Engine:
+    """An engine with the drafters that ``specs`` name; the first one serves requests that name none.
+
+    With several, the longest ``num_speculative_tokens`` holds for all; ``SpecParams.max_draft`` shortens it.
+    """
+    proposers = {kind_of(spec.method)[0]: build_proposer(spec, DraftContext(target, spec)) for spec in specs}
+    longest = max(spec.num_speculative_tokens for spec in specs)
+    return Engine(target, config, proposers, replace(specs[0], num_speculative_tokens=longest))
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

@@ -36,6 +36,9 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
 }
 
+PLAIN = "none"
+"""The drafter that never drafts: what the others are measured against."""
+
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
 _PLANNED = ("suffix", "lookahead", "medusa", "eagle", "eagle3", "self", "combine", "prediction")
