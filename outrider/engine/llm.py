@@ -204,7 +204,7 @@ def spec_of(drafter: Drafter) -> SpecConfig:
 def build_engine(target: LoadedModel, config: EngineConfig, spec: SpecConfig) -> Engine:
     """An engine with the drafter that ``spec`` names."""
     name, _ = kind_of(spec.method)
-    return Engine(target, config, {name: build_proposer(spec, DraftContext(target, spec))}, spec)
+    return Engine(target, config, {name: build_proposer(spec, DraftContext(target, spec, config.kv_cache_dtype))}, spec)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:
