@@ -21,9 +21,7 @@ class EngineConfig:
     """How to load and run the target."""
 
     model: str = setting(help="'smollm2', a Hugging Face folder or hub id, or a .gguf file", positional=True)
-    dtype: str = setting(
-        "auto", "precision of the model; auto is float32 on cpu, bfloat16 on cuda", choices=DTYPES
-    )
+    dtype: str = setting("auto", "precision of the model; auto is float32 on cpu, bfloat16 on cuda", choices=DTYPES)
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N")
     quantization: str | None = setting(None, "weights of the linear layers", choices=QUANTIZATIONS)
     ops: str = setting("auto", "operations; auto is native (C++) on cpu where it was built", choices=OPERATIONS)

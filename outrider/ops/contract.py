@@ -132,7 +132,7 @@ class Ops(Protocol):
         """Implementation, instruction set and threads, for people."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of hidden states and norms in a model that is loaded as ``dtype``, and of KV unless asked otherwise."""
+        """The type of hidden states and norms in a model that is loaded as ``dtype``; KV's too unless asked otherwise."""
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

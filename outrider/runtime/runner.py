@@ -24,6 +24,7 @@ class Runner:
     def __init__(self, decoder: Decoder, n_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> None:
         self.decoder = decoder
         self.block_size = block_size
+        self.kv_cache_dtype = kv_cache_dtype
         dtype = pick_kv_dtype(kv_cache_dtype, decoder.dtype)
         self.pool = KVPool(decoder.config, n_blocks, block_size, dtype, decoder.device)
 
