@@ -25,6 +25,7 @@ SHAPES = {"q": (576, HIDDEN), "k": (192, HIDDEN), "v": (192, HIDDEN), "o": (HIDD
 SHAPES |= {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
 SHAPE = LayerShape(HEADS, KV_HEADS, DIM, 1e-5, None)
 BLOCK = 16
+KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def batch(rows: int, context: int) -> Batch:
@@ -65,7 +66,7 @@ class Bench:
 
         slots = max(512, context) + 2 * BLOCK
         head = pack(torch.randn(VOCAB, HIDDEN) * 0.02, "q8_0" if fmt == "q4_1" else fmt)  # as the model file has it
-        pools = [LayerKV(*(torch.zeros(slots, KV_HEADS, DIM, dtype=kv_type) for _ in "kv")) for _ in range(LAYERS)]
+        pools = [LayerKV.zeros(slots, KV_HEADS, DIM, kv_type, "cpu") for _ in range(LAYERS)]
         return cls(ops, [layer() for _ in range(LAYERS)], head, pools)
 
     def measure(self, rows: int, context: int, seconds: float) -> tuple[float, float, float]:
@@ -97,13 +98,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--kv", choices=("fp32", "bf16"), default="fp32")
+    parser.add_argument("--kv", choices=KV_TYPES, default="fp32")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     options = parser.parse_args()
     ops = NativeOps(options.threads, options.isa)
     print(f"{ops.isa}, {ops.threads} threads, KV {options.kv}, context {options.context}")
     for fmt in options.formats.split(","):
-        bench = Bench.of(ops, fmt, torch.float32 if options.kv == "fp32" else torch.bfloat16, options.context)
+        bench = Bench.of(ops, fmt, KV_TYPES[options.kv], options.context)
         print(f"{fmt:>6}  rows     products    layers      head     total   rows/s")
         for rows in map(int, options.rows.split(",")):
             products, layers, head = bench.measure(rows, options.context, options.seconds)

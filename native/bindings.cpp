@@ -115,17 +115,23 @@ std::shared_ptr<Layer> make_layer(int64_t heads, int64_t kv_heads, int64_t head_
 // Keeps the pool's tensors alive.
 struct KV {
   Out k, v;
+  std::optional<Out> k_scale, v_scale;
   KVView view;
 };
 
-std::shared_ptr<KV> make_kv(Out k, Out v) {
-  const bool bf16 = k.dtype() == kBf16;
-  const auto type = bf16 ? kBf16 : nb::dtype<float>();
-  check(k, "k", type, "fp32 or bf16", {kAny, kAny, kAny});
+std::shared_ptr<KV> make_kv(Out k, Out v, std::optional<Out> k_scale, std::optional<Out> v_scale) {
+  const bool codes = k.dtype() == nb::dtype<int8_t>(), bf16 = k.dtype() == kBf16;
+  const auto type = codes ? nb::dtype<int8_t>() : bf16 ? kBf16 : nb::dtype<float>();
+  check(k, "k", type, "fp32, bf16 or int8", {kAny, kAny, kAny});
   const auto size = [&](size_t i) { return static_cast<int64_t>(k.shape(i)); };
-  check(v, "v", type, "fp32 or bf16, the same as k", {size(0), size(1), size(2)});
-  const KVView view = {k.data(), v.data(), bf16, size(0), size(1), size(2)};
-  return std::make_shared<KV>(KV{std::move(k), std::move(v), view});
+  check(v, "v", type, "fp32, bf16 or int8, the same as k", {size(0), size(1), size(2)});
+  if (codes != k_scale.has_value() || codes != v_scale.has_value()) fail("k and v have scales if they are int8, and only then");
+  KVView view = {{k.data(), nullptr}, {v.data(), nullptr}, codes ? KVFormat::i8 : bf16 ? KVFormat::bf16 : KVFormat::f32, size(0), size(1), size(2)};
+  if (codes) {
+    view.k.scale = floats(*k_scale, "k_scale", {view.slots, view.heads, view.groups()});
+    view.v.scale = floats(*v_scale, "v_scale", {view.slots, view.heads, view.groups()});
+  }
+  return std::make_shared<KV>(KV{std::move(k), std::move(v), std::move(k_scale), std::move(v_scale), view});
 }
 
 // Cosines and sines of one pass, looked at once for all its layers.
@@ -275,7 +281,7 @@ NB_MODULE(_native, m) {
   m.def("pack_gguf", &pack_gguf, nb::arg("raw"), nb::arg("format"), nb::arg("n"), nb::arg("k"));
   m.def("layer", &make_layer, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("eps"), nb::arg("window"), nb::arg("input_norm"),
         nb::arg("post_norm"), nb::arg("weights"), nb::arg("biases"), nb::arg("q_norm").none(), nb::arg("k_norm").none());
-  m.def("kv", &make_kv, nb::arg("k"), nb::arg("v"));
+  m.def("kv", &make_kv, nb::arg("k"), nb::arg("v"), nb::arg("k_scale").none(), nb::arg("v_scale").none());
   m.def("plan", &make_plan, nb::arg("positions"), nb::arg("slots"), nb::arg("cu_rows"), nb::arg("kv_len"), nb::arg("block_tables"),
         nb::arg("tail_start"), nb::arg("ancestors").none(), nb::arg("tail_positions"), nb::arg("block_size"));
   m.def("decoder_layer", &layer_call, nb::arg("context"), nb::arg("layer"), nb::arg("plan"), nb::arg("kv"), nb::arg("rope"),

@@ -65,11 +65,26 @@ struct SeenRow {
   int64_t begin, end;
 };
 
-// One layer's paged KV, [slots, heads, dim].
+enum class KVFormat : int { f32, bf16, i8 };
+
+constexpr int64_t element_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::bf16 ? 2 : 1; }
+
+// Keys or values, [slots, heads, dim]; i8 are codes, with `scale` [slots, heads, groups of 32 dims].
+struct KVHalf {
+  void* data;
+  float* scale;
+};
+
+// One layer's paged KV. Its vectors are counted slot by slot, head by head.
 struct KVView {
-  void *k, *v;
-  bool bf16;
+  KVHalf k, v;
+  KVFormat format;
   int64_t slots, heads, dim;
+
+  int64_t bytes() const { return dim * element_bytes(format); }  // of a vector
+  int64_t groups() const { return (dim + kGroup - 1) / kGroup; }
+  void* vector(const KVHalf& half, int64_t i) const { return static_cast<char*>(half.data) + i * bytes(); }
+  float* scale(const KVHalf& half, int64_t i) const { return half.scale ? half.scale + i * groups() : nullptr; }
 };
 
 // Attention of some rows, which share `list`, and of some query heads, which share one KV head.
@@ -106,7 +121,8 @@ struct Kernels {
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
   // One head: optional norm, rotation by cos/sin [dim / 2], times `scale`.
   void (*rotate)(const float* x, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float scale, float* y);
-  void (*store_kv)(const float* x, int64_t dim, bool bf16, void* to);
+  // Into vector `i` of `half`. What is stored depends on x alone.
+  void (*store_kv)(const float* x, const KVView& kv, const KVHalf& half, int64_t i);
   void (*attend)(const AttendTask& task);
 };
 

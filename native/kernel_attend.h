@@ -12,35 +12,46 @@ namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+inline void widen_bf16(const uint16_t* from, int64_t dim, float* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::load_bf16(from + d));
+  for (; d < dim; d++) to[d] = from_bf16(from[d]);
+}
+
+inline void widen_int8(const int8_t* from, const float* scale, int64_t dim, float* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::mul(V::load_int8(from + d), V::set(scale[d / kGroup])));
+  for (; d < dim; d++) to[d] = static_cast<float>(from[d]) * scale[d / kGroup];
+}
+
 // K or V of up to kKeyTile slots as pointers to padded fp32 vectors: in place where they are that already.
 struct SlotReader {
   const AttendTask& t;
   float* copy;
   bool in_place;
 
-  SlotReader(const AttendTask& t, float* copy) : t(t), copy(copy), in_place(!t.kv.bf16 && t.padded == t.kv.dim) {}
+  SlotReader(const AttendTask& t, float* copy) : t(t), copy(copy), in_place(t.kv.format == KVFormat::f32 && t.padded == t.kv.dim) {}
 
   // `ahead` slots behind these are asked for from memory: in a pool the vectors of one head are scattered.
-  void read(const void* pool, const int32_t* slots, int64_t n, int64_t ahead, const float** to) const {
-    const int64_t element = t.kv.bf16 ? 2 : 4;
+  void read(const KVHalf& half, const int32_t* slots, int64_t n, int64_t ahead, const float** to) const {
     for (int64_t i = n; i < n + ahead; i++) {
-      const char* p = static_cast<const char*>(pool) + (slots[i] * t.kv.heads + t.kv_head) * t.kv.dim * element;
-      for (int64_t b = 0; b < t.kv.dim * element; b += 64) __builtin_prefetch(p + b);
+      const int64_t at = slots[i] * t.kv.heads + t.kv_head;
+      const auto* p = static_cast<const char*>(t.kv.vector(half, at));
+      for (int64_t b = 0; b < t.kv.bytes(); b += 64) __builtin_prefetch(p + b);
+      if (half.scale) __builtin_prefetch(t.kv.scale(half, at));
     }
     for (int64_t i = 0; i < n; i++) {
-      const int64_t at = (slots[i] * t.kv.heads + t.kv_head) * t.kv.dim;
+      const int64_t at = slots[i] * t.kv.heads + t.kv_head;
+      const void* from = t.kv.vector(half, at);
       if (in_place) {
-        to[i] = static_cast<const float*>(pool) + at;
+        to[i] = static_cast<const float*>(from);
         continue;
       }
       float* wide = copy + i * t.padded;
-      if (t.kv.bf16) {
-        const uint16_t* half = static_cast<const uint16_t*>(pool) + at;
-        int64_t d = 0;
-        for (; d + kLanes <= t.kv.dim; d += kLanes) V::store(wide + d, V::load_bf16(half + d));
-        for (; d < t.kv.dim; d++) wide[d] = from_bf16(half[d]);
-      } else {
-        std::memcpy(wide, static_cast<const float*>(pool) + at, static_cast<size_t>(t.kv.dim) * sizeof(float));
+      switch (t.kv.format) {
+        case KVFormat::f32: std::memcpy(wide, from, static_cast<size_t>(t.kv.dim) * sizeof(float)); break;
+        case KVFormat::bf16: widen_bf16(static_cast<const uint16_t*>(from), t.kv.dim, wide); break;
+        case KVFormat::i8: widen_int8(static_cast<const int8_t*>(from), t.kv.scale(half, at), t.kv.dim, wide); break;
       }
       for (int64_t d = t.kv.dim; d < t.padded; d++) wide[d] = 0.0f;
       to[i] = wide;

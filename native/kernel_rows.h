@@ -54,17 +54,26 @@ void norm(const float* x, const float* weight, float eps, int64_t k, float* y) {
     store_part(y + i, k - i, V::mul(load_part(weight + i, k - i), V::mul(load_part(x + i, k - i), by)));
 }
 
-// Symmetric, absmax / 127, per group of 32. A group that holds NaN or infinity keeps a scale that is not finite.
+struct RoundedGroup {
+  float scale;
+  int32_t sum;  // of the codes
+};
+
+// One group of 32 to codes: symmetric, absmax / 127. One that holds NaN or infinity gets a scale that is not finite.
+inline RoundedGroup round_group(const float* x, int8_t* codes) {
+  const float largest = V::magnitude32(x);
+  const bool nothing = largest < 1e-30f;  // 127 / largest would overflow
+  const int32_t sum = V::round32(x, nothing ? 0.0f : 127.0f / largest, codes);
+  return {nothing ? 0.0f : largest / 127.0f, sum};
+}
+
 void quantize(const float* x, int64_t k, int64_t step, int64_t at, const Acts& to) {
   for (int64_t i = 0; i < k; i += kGroup, at += step) {
-    const float largest = V::magnitude32(x + i);
-    const bool nothing = largest < 1e-30f;  // 127 / largest would overflow
-    const float scale = nothing ? 0.0f : largest / 127.0f;
-    const int32_t sum = V::round32(x + i, nothing ? 0.0f : 127.0f / largest, to.q + at * kGroup);
-    to.scale[at] = scale;
-    to.shift[at] = scale * static_cast<float>(sum);
-    to.start8[at] = -8 * sum;
-    to.start128[at] = -128 * sum;
+    const RoundedGroup group = round_group(x + i, to.q + at * kGroup);
+    to.scale[at] = group.scale;
+    to.shift[at] = group.scale * static_cast<float>(group.sum);
+    to.start8[at] = -8 * group.sum;
+    to.start128[at] = -128 * group.sum;
   }
 }
 
@@ -93,13 +102,26 @@ void rotate(const float* x, const float* weight, float eps, const float* cos, co
   }
 }
 
-void store_kv(const float* x, int64_t dim, bool bf16, void* to) {
-  if (!bf16) {
-    std::memcpy(to, x, static_cast<size_t>(dim) * sizeof(float));
-    return;
+void store_int8(const float* x, int64_t dim, int8_t* to, float* scale) {
+  int64_t i = 0;
+  for (; i + kGroup <= dim; i += kGroup) *scale++ = round_group(x + i, to + i).scale;
+  if (i == dim) return;
+  float last[kGroup] = {};
+  int8_t codes[kGroup];
+  std::memcpy(last, x + i, static_cast<size_t>(dim - i) * sizeof(float));
+  *scale = round_group(last, codes).scale;
+  std::memcpy(to + i, codes, static_cast<size_t>(dim - i));
+}
+
+void store_kv(const float* x, const KVView& kv, const KVHalf& half, int64_t i) {
+  void* to = kv.vector(half, i);
+  switch (kv.format) {
+    case KVFormat::f32: std::memcpy(to, x, static_cast<size_t>(kv.dim) * sizeof(float)); break;
+    case KVFormat::bf16:
+      for (int64_t d = 0; d < kv.dim; d++) static_cast<uint16_t*>(to)[d] = to_bf16(x[d]);
+      break;
+    case KVFormat::i8: store_int8(x, kv.dim, static_cast<int8_t*>(to), kv.scale(half, i)); break;
   }
-  auto* half = static_cast<uint16_t*>(to);
-  for (int64_t i = 0; i < dim; i++) half[i] = to_bf16(x[i]);
 }
 
 }  // namespace

@@ -137,7 +137,6 @@ struct Pass {
   // Rotary embedding of queries and keys, KV writes: one head of one row is one piece of work.
   void rotate_and_store(int thread) {
     const int64_t heads = layer.heads, kv_heads = layer.kv_heads, dim = layer.head_dim, pieces = heads + kv_heads;
-    const int64_t element = kv.bf16 ? 2 : 4;
     const float root = 1.0f / std::sqrt(static_cast<float>(dim));
     const float* q_norm = layer.q_norm.empty() ? nullptr : layer.q_norm.data();
     const float* k_norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
@@ -152,10 +151,10 @@ struct Pass {
         continue;
       }
       float *key = k + (row * kv_heads + h) * dim, *value = v + (row * kv_heads + h) * dim;
-      const int64_t at = (plan.slots()[row] * kv_heads + h) * dim * element;
+      const int64_t at = plan.slots()[row] * kv_heads + h;
       kernels().rotate(key, k_norm, layer.eps, c, s, dim, 1.0f, key);
-      kernels().store_kv(key, dim, kv.bf16, static_cast<uint8_t*>(kv.k) + at);
-      kernels().store_kv(value, dim, kv.bf16, static_cast<uint8_t*>(kv.v) + at);
+      kernels().store_kv(key, kv, kv.k, at);
+      kernels().store_kv(value, kv, kv.v, at);
     }
   }
 

@@ -33,6 +33,11 @@ struct V {
     const auto widen = [](__m128i h) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h), 16)); };
     return {widen(load128(p)), widen(load128(p + 8))};
   }
+  static F load_int8(const int8_t* p) {
+    const __m128i q = load128(p);
+    const auto widen = [](__m128i b) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(b)); };
+    return {widen(q), widen(_mm_srli_si128(q, 8))};
+  }
   static F add(F x, F y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
   static F sub(F x, F y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
   static F mul(F x, F y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }

@@ -46,6 +46,9 @@ struct V {
   static F load_bf16(const uint16_t* p) {
     return each([&](int i) { return from_bf16(p[i]); });
   }
+  static F load_int8(const int8_t* p) {
+    return each([&](int i) { return static_cast<float>(p[i]); });
+  }
   static F add(const F& a, const F& b) {
     return each([&](int i) { return a.v[i] + b.v[i]; });
   }

@@ -9,6 +9,7 @@ from typing import Any
 from outrider.core.settings import check_settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 QUANTIZATIONS = ("int8", "int4")
 OPERATIONS = ("auto", "native", "reference")
 MAX_DRAFT = 256
@@ -20,9 +21,7 @@ class EngineConfig:
     """How to load and run the target."""
 
     model: str = setting(help="'smollm2', a Hugging Face folder or hub id, or a .gguf file", positional=True)
-    dtype: str = setting(
-        "auto", "precision of weights and KV; auto is float32 on cpu, bfloat16 on cuda", choices=DTYPES
-    )
+    dtype: str = setting("auto", "precision of the model; auto is float32 on cpu, bfloat16 on cuda", choices=DTYPES)
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N")
     quantization: str | None = setting(None, "weights of the linear layers", choices=QUANTIZATIONS)
     ops: str = setting("auto", "operations; auto is native (C++) on cpu where it was built", choices=OPERATIONS)
@@ -30,6 +29,9 @@ class EngineConfig:
     block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)
     num_kv_blocks: int | None = setting(None, "KV blocks; default: as kv_cache_mib allows", low=1)
     kv_cache_mib: int = setting(512, "memory for the KV cache (target and draft model together), MiB", low=1)
+    kv_cache_dtype: str = setting(
+        "auto", "how keys and values are stored; auto is as the model computes", choices=KV_CACHE_DTYPES
+    )
     max_num_seqs: int = setting(16, "sequences that run at once", low=1)
     max_num_batched_tokens: int = setting(512, "rows in one forward pass: longer prompts are cut in chunks", low=1)
     enable_prefix_caching: bool = setting(True, "share the KV of common prompt prefixes")

@@ -26,7 +26,7 @@ from outrider.engine.scheduler import Plan, Scheduler
 from outrider.models.detokenizer import Detokenizer
 from outrider.models.load import LoadedModel
 from outrider.runtime.memory import device_memory, plan_memory
-from outrider.runtime.pool import KVPool
+from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
 from outrider.sampling.rows import NodeRows
 from outrider.sampling.sampler import Sampler
@@ -62,7 +62,7 @@ class Engine:
         self.memory = plan_memory(
             config,
             decoder.weight_bytes,
-            KVPool.bytes_per_token(shape, decoder.dtype),
+            KVPool.bytes_per_token(shape, pick_kv_dtype(config.kv_cache_dtype, decoder.dtype)),
             sum(n.weight_bytes for n in needs),
             sum(n.kv_bytes_per_token for n in needs),
             max_len,
@@ -70,7 +70,7 @@ class Engine:
         )
         self.limits = Limits(max_len, self.memory.tokens, target.n_tokens)
         self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
-        self.runner = Runner(decoder, self.memory.n_blocks, config.block_size)
+        self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
         for proposer in proposers.values():
             proposer.start(self.blocks, config.max_num_batched_tokens)
         self.controller = controller or FixedLength(spec.num_speculative_tokens)

@@ -222,7 +222,8 @@ def build_engine(target: LoadedModel, config: EngineConfig, *specs: SpecConfig) 
 
     With several, the longest ``num_speculative_tokens`` holds for all; ``SpecParams.max_draft`` shortens it.
     """
-    proposers = {kind_of(spec.method)[0]: build_proposer(spec, DraftContext(target, spec)) for spec in specs}
+    contexts = [(spec, DraftContext(target, spec, config.kv_cache_dtype)) for spec in specs]
+    proposers = {kind_of(spec.method)[0]: build_proposer(spec, context) for spec, context in contexts}
     longest = max(spec.num_speculative_tokens for spec in specs)
     return Engine(target, config, proposers, replace(specs[0], num_speculative_tokens=longest))
 

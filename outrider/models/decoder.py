@@ -169,7 +169,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of hidden states, norms and KV."""
+        """Of hidden states and norms."""
         return self.final_norm.dtype
 
     @property

@@ -53,12 +53,37 @@ class StoredMatrix:
     blocks: tuple[str, NDArray[np.uint8]] | None = None
 
 
+KV_GROUP = 32
+"""Dims of a head that share a scale where KV is stored in 8 bits; the last ones of a head may be fewer."""
+
+
 @dataclass(frozen=True, eq=False)
 class LayerKV:
-    """One layer's paged KV: ``k`` and ``v`` are [slots, kv heads, head dim], indexed by physical slot."""
+    """One layer's paged KV: ``k`` and ``v`` are [slots, kv heads, head dim], indexed by physical slot.
+
+    In 8 bits they are codes i8, and ``k_scale`` and ``v_scale`` f32[slots, kv heads, groups] say what a code of each
+    group is worth: the greatest magnitude in the group / 127. Other types have no scales.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
+    k_scale: torch.Tensor | None = None
+    v_scale: torch.Tensor | None = None
+
+    @classmethod
+    def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> LayerKV:
+        """Room for ``slots`` slots; with dtype int8 also for their scales."""
+        shapes = [(slots, heads, dim)] * 2
+        kinds = [dtype] * 2
+        if dtype == torch.int8:
+            shapes += [(slots, heads, -(-dim // KV_GROUP))] * 2
+            kinds += [torch.float32] * 2
+        return cls(*(torch.zeros(s, dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)))
+
+    @property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, each by slot: whoever copies or moves a slot does it in all of them."""
+        return tuple(part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +132,7 @@ class Ops(Protocol):
         """Implementation, instruction set and threads, for people."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of hidden states, norms and KV in a model that is loaded as ``dtype``."""
+        """The type of hidden states and norms in a model that is loaded as ``dtype``; KV's too unless asked otherwise."""
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

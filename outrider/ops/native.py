@@ -187,7 +187,7 @@ class NativeOps:
             plan = self._plans[batch] = _plan(batch)
         pool = self._kv.get(kv)
         if pool is None:
-            pool = self._kv[kv] = _native.kv(kv.k, kv.v)
+            pool = self._kv[kv] = _native.kv(kv.k, kv.v, kv.k_scale, kv.v_scale)
         layer, turn = known[1], rope if isinstance(rope, _Rope) else _Rope.of(rope)
         wanted = plan.rows, layer.hidden
         if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous() or x.device.type != "cpu":

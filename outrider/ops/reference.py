@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from outrider.core.errors import SettingError
 from outrider.core.types import Batch
-from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
+from outrider.ops.contract import KV_GROUP, Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
 
 Index = slice | torch.Tensor
 
@@ -22,6 +22,20 @@ def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     scale = wide.abs().amax(dim=1) / 127.0
     q = torch.round(wide / scale.clamp(min=torch.finfo(wide.dtype).tiny)[:, None])
     return Int8Weight(q.to(torch.int8), scale)
+
+
+def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rounds ``x`` [N, heads, dim] to codes i8 and scales f32[N, heads, groups], in fp32; see ``LayerKV``.
+
+    A vector's codes depend on nothing but itself: whichever pass writes a slot, and with whom, it holds the same bits.
+    """
+    dim = x.shape[-1]
+    groups = F.pad(x.float(), (0, -dim % KV_GROUP)).unflatten(-1, (-1, KV_GROUP))
+    most = groups.abs().amax(-1, keepdim=True)
+    nothing = most < 1e-30  # 127 / most would overflow
+    per_code, codes_per = most / 127.0, torch.full_like(most, 127.0) / most
+    codes = torch.round(groups * codes_per.masked_fill(nothing, 0.0)).to(torch.int8)
+    return codes.flatten(-2)[..., :dim], per_code.masked_fill(nothing, 0.0).squeeze(-1)
 
 
 class ReferenceOps:
@@ -84,8 +98,8 @@ class ReferenceOps:
         if w.k_norm is not None:
             k = self.rms_norm(k, w.k_norm, eps)
         q, k = _rotate(q, rope), _rotate(k, rope)
-        kv.k.index_copy_(0, batch.slots, k.to(kv.k.dtype))
-        kv.v.index_copy_(0, batch.slots, v.to(kv.v.dtype))
+        _write(kv.k, kv.k_scale, batch.slots, k)
+        _write(kv.v, kv.v_scale, batch.slots, v)
         x = x + self.linear(self._attend(q, shape, kv, batch), w.o, w.o_bias)
         h = self.rms_norm(x, w.post_norm, eps)
         h = F.silu(self.linear(h, w.gate, w.gate_bias)) * self.linear(h, w.up, w.up_bias)
@@ -159,8 +173,8 @@ class _Group:
         wide, batched = _wide(q.dtype), heads * self.n_seqs
         query = (q.to(wide) * dim**-0.5).view(self.n_seqs, self.n, heads, shared, dim)
         query = query.permute(2, 0, 1, 3, 4).reshape(batched, self.n * shared, dim)
-        key = _take(kv.k, self.slots).to(wide).reshape(batched, self.length, dim)
-        value = _take(kv.v, self.slots).to(wide).reshape(batched, self.length, dim)
+        key = _read(kv.k, kv.k_scale, self.slots, wide).reshape(batched, self.length, dim)
+        value = _read(kv.v, kv.v_scale, self.slots, wide).reshape(batched, self.length, dim)
         scores = torch.bmm(query, key.transpose(1, 2)).view(heads, self.n_seqs, self.n, shared, self.length)
         hidden = self.hidden(shape.window)
         if hidden is not None:
@@ -195,8 +209,26 @@ def _index(rows: list[int], device: torch.device) -> Index:
     return torch.tensor(rows, device=device)
 
 
+def _write(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> None:
+    """Stores ``x`` [N, kv heads, dim] at ``slots``, in the pool's type."""
+    if scales is None:
+        pool.index_copy_(0, slots, x.to(pool.dtype))
+        return
+    codes, scale = quantize_kv(x)
+    pool.index_copy_(0, slots, codes)
+    scales.index_copy_(0, slots, scale)
+
+
+def _read(pool: torch.Tensor, scales: torch.Tensor | None, slots: Index, wide: torch.dtype) -> torch.Tensor:
+    """KV of ``slots``, [kv heads, slots, dim], in the type ``wide``."""
+    taken = _take(pool, slots).to(wide)
+    if scales is None:
+        return taken
+    return taken * _take(scales, slots).to(wide).repeat_interleave(KV_GROUP, -1)[..., : taken.shape[-1]]
+
+
 def _take(pool: torch.Tensor, slots: Index) -> torch.Tensor:
-    """KV of ``slots``, [kv heads, slots, dim]."""
+    """What the pool holds of ``slots``, [kv heads, slots, ...]."""
     by_head = pool.transpose(0, 1)
     return by_head[:, slots] if isinstance(slots, slice) else by_head.index_select(1, slots)
 

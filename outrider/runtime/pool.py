@@ -1,4 +1,4 @@
-"""The KV pool: one pair of tensors a layer, cut in blocks that the block manager hands out."""
+"""The KV pool: the tensors of each layer, cut in blocks that the block manager hands out."""
 
 from __future__ import annotations
 
@@ -11,31 +11,37 @@ from outrider.models.config import ModelConfig
 from outrider.ops.contract import LayerKV
 
 
+def pick_kv_dtype(kv_cache_dtype: str, computed: torch.dtype) -> torch.dtype:
+    """The type that a ``kv_cache_dtype`` means for a model that computes in ``computed``."""
+    kind: torch.dtype = computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype)
+    return kind
+
+
 class KVPool:
-    """KV of ``n_blocks`` blocks for every layer of one model."""
+    """KV of ``n_blocks`` blocks for every layer of one model; ``dtype`` int8 stands for codes with their scales."""
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
-        shape = (n_blocks * block_size, config.n_kv_heads, config.head_dim)
         self.layers = [
-            LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            LayerKV.zeros(n_blocks * block_size, config.n_kv_heads, config.head_dim, dtype, device)
             for _ in range(config.n_layers)
         ]
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-        """KV bytes of one token over all layers."""
-        return 2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
+        """KV bytes of one token over all layers, scales included."""
+        slot = LayerKV.zeros(1, config.n_kv_heads, config.head_dim, dtype, "meta")
+        return config.n_layers * sum(part.nbytes for part in slot.parts)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copies whole blocks, in order: a later copy may overwrite an earlier one's source."""
         size = self.block_size
         for layer in self.layers:
-            for kv in (layer.k, layer.v):
+            for part in layer.parts:
                 for c in copies:
-                    kv[c.dst * size : (c.dst + 1) * size] = kv[c.src * size : (c.src + 1) * size]
+                    part[c.dst * size : (c.dst + 1) * size] = part[c.src * size : (c.src + 1) * size]
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Moves the KV of physical slots ``src`` to ``dst``; all are read before any is written."""
@@ -44,5 +50,5 @@ class KVPool:
         device = self.layers[0].k.device
         source, target = torch.tensor(src, device=device), torch.tensor(dst, device=device)
         for layer in self.layers:
-            for kv in (layer.k, layer.v):
-                kv[target] = kv[source]
+            for part in layer.parts:
+                part[target] = part[source]

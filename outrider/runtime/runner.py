@@ -12,19 +12,21 @@ from outrider.cache.blocks import Copy
 from outrider.core.types import ForwardOut, Span
 from outrider.models.decoder import Decoder
 from outrider.runtime.batch import build_batch
-from outrider.runtime.pool import KVPool
+from outrider.runtime.pool import KVPool, pick_kv_dtype
 
 
 class Runner:
-    """Executes forward passes of ``decoder`` over a pool of ``n_blocks`` blocks.
+    """Executes forward passes of ``decoder`` over a pool of ``n_blocks`` blocks, its KV as ``kv_cache_dtype`` says.
 
     Target and draft model each have a runner. Both use the sequence's block ids, every one in its own pool.
     """
 
-    def __init__(self, decoder: Decoder, n_blocks: int, block_size: int) -> None:
+    def __init__(self, decoder: Decoder, n_blocks: int, block_size: int, kv_cache_dtype: str = "auto") -> None:
         self.decoder = decoder
         self.block_size = block_size
-        self.pool = KVPool(decoder.config, n_blocks, block_size, decoder.dtype, decoder.device)
+        self.kv_cache_dtype = kv_cache_dtype
+        dtype = pick_kv_dtype(kv_cache_dtype, decoder.dtype)
+        self.pool = KVPool(decoder.config, n_blocks, block_size, dtype, decoder.device)
 
     def forward(self, spans: Sequence[Span], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """One pass over all spans; KV of every row is written. Logits as ``build_batch`` says, span by span."""
@@ -46,9 +48,9 @@ class Runner:
         self.pool.move(src, dst)
 
     def slot_kv(self, span: Span, slot: int) -> list[torch.Tensor]:
-        """Keys and values of one logical slot, all layers: for tests and diagnosis."""
+        """All that is stored of one logical slot, layer by layer (``LayerKV.parts``): for tests and diagnosis."""
         at = self._slot(span, slot)
-        return [kv[at] for layer in self.pool.layers for kv in (layer.k, layer.v)]
+        return [kv[at] for layer in self.pool.layers for kv in layer.parts]
 
     def _slot(self, span: Span, slot: int) -> int:
         return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size

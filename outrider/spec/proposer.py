@@ -62,3 +62,4 @@ class DraftContext:
 
     target: LoadedModel
     spec: SpecConfig
+    kv_cache_dtype: str = "auto"  # how the target's KV is stored

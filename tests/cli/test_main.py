@@ -178,7 +178,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 
 def test_an_unknown_flag_or_choice_is_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    for flags in (["--dtype", "float8"], ["--no-such-flag"]):
+    for flags in (["--dtype", "float8"], ["--kv-cache-dtype", "fp8"], ["--no-such-flag"]):
         with pytest.raises(SystemExit) as exit_:
             main(["generate", folder, "x", *flags])
         assert exit_.value.code == 2

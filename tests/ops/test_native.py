@@ -200,14 +200,14 @@ def traffic(paged: Paged) -> list[torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_equal_the_reference(name: str, kv_dtype: torch.dtype) -> None:
     for isa in (ISAS[0], "portable"):
         decoder = native_decoder(CONFIGS[name], "f32", isa=isa)
         got = traffic(Paged(decoder, n_seqs=2, kv_dtype=kv_dtype))
         wanted = traffic(
-            Paged(reference_of(decoder), n_seqs=2, kv_dtype=kv_dtype if kv_dtype == torch.bfloat16 else None)
+            Paged(reference_of(decoder), n_seqs=2, kv_dtype=None if kv_dtype == torch.float32 else kv_dtype)
         )
         bound = 1e-3 if kv_dtype == torch.float32 else 0.15  # a value may round to the other neighbour
         for a, b in zip(got, wanted, strict=True):
@@ -233,17 +233,18 @@ def test_layers_of_integer_weights_equal_the_reference_with_rounded_activations(
 
 
 def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
-    for name, fmt in (
-        ("llama", "q4_1"),
-        ("qwen3", "int8"),
-        ("window", "q8_0"),
-        ("all biases", "bf16"),
-        ("odd sizes", "f32"),
+    for name, fmt, kv_dtype in (
+        ("llama", "q4_1", torch.int8),
+        ("qwen3", "int8", torch.bfloat16),
+        ("window", "q8_0", torch.float32),
+        ("all biases", "bf16", torch.bfloat16),
+        ("odd sizes", "f32", torch.int8),
+        ("wide heads", "f32", torch.int8),
     ):
         seen = {}
         for isa in ISAS:
             for threads in (1, 2, 3, 4):
-                paged = Paged(native_decoder(CONFIGS[name], fmt, threads, isa), n_seqs=2, kv_dtype=torch.bfloat16)
+                paged = Paged(native_decoder(CONFIGS[name], fmt, threads, isa), n_seqs=2, kv_dtype=kv_dtype)
                 seen[isa, threads] = torch.cat(traffic(paged))
         first = seen[ISAS[0], 1]
         assert first.isfinite().all()
@@ -261,12 +262,15 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(fmt: str, isa: str) -> Non
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("name", ["llama", "window", "odd heads"])
-def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "kv_dtype"),
+    [("llama", torch.int8), ("window", None), ("window", torch.bfloat16), ("odd heads", torch.int8)],
+)
+def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str, kv_dtype: torch.dtype | None) -> None:
     tokens = [i * 7 % 31 for i in range(100)]
 
     def prompt(chunks: Sequence[int]) -> torch.Tensor:
-        paged, at, out = Paged(native_decoder(CONFIGS[name], "q4_1", isa=isa), n_seqs=2), 0, []
+        paged, at, out = Paged(native_decoder(CONFIGS[name], "q4_1", isa=isa), n_seqs=2, kv_dtype=kv_dtype), 0, []
         for chunk in chunks:
             out += paged.run(Rows(0, tokens[at : at + chunk]))
             at += chunk
@@ -275,7 +279,7 @@ def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str) -> None:
     alone = prompt([1] * 100)
     for chunks in ([100], [64, 36], [17, 1, 2, 33, 47], [5] * 20):
         assert torch.equal(prompt(chunks), alone)
-    many = Paged(native_decoder(CONFIGS[name], "q4_1", isa=isa), n_seqs=64, max_len=40)
+    many = Paged(native_decoder(CONFIGS[name], "q4_1", isa=isa), n_seqs=64, max_len=40, kv_dtype=kv_dtype)
     rng = random.Random(0)
     lengths = [rng.randint(1, 30) for _ in range(64)]
     many.run(*(Rows(i, tokens[:n]) for i, n in enumerate(lengths)))
@@ -283,10 +287,11 @@ def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str) -> None:
         assert torch.equal(logits, alone[lengths[i] : lengths[i] + 1 + i % 3])
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", ["llama", "window"])
-def test_a_path_through_a_tree_has_the_bits_of_plain_decoding(name: str) -> None:
+def test_a_path_through_a_tree_has_the_bits_of_plain_decoding(name: str, kv_dtype: torch.dtype | None) -> None:
     tokens = [i * 7 % 31 for i in range(40)]
-    paged = Paged(native_decoder(CONFIGS[name], "q4_1"), n_seqs=2)
+    paged = Paged(native_decoder(CONFIGS[name], "q4_1"), n_seqs=2, kv_dtype=kv_dtype)
     paged.run(Rows(0, tokens), Rows(1, tokens))
     (tree,) = paged.run(Rows(0, [1], TREE))
     path = [0, 2, 5]  # nodes 0 -> 2 -> 5

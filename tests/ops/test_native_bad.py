@@ -61,6 +61,16 @@ def test_bad_arguments_of_a_layer_raise() -> None:
     wrong(kv=LayerKV(kv.k, kv.v[:-1]))
     wrong(kv=LayerKV(kv.k.half(), kv.v.half()))
     wrong(kv=LayerKV(kv.k, kv.v.bfloat16()))
+    codes, scale = torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(*kv.k.shape[:2], 1)
+    ops.decoder_layer(**{**good, "kv": LayerKV(codes, codes.clone(), scale, scale.clone())})
+    wrong(kv=LayerKV(codes, codes))
+    wrong(kv=LayerKV(codes, codes, scale))
+    wrong(kv=LayerKV(codes, kv.v, scale, scale))
+    wrong(kv=LayerKV(kv.k, kv.v, scale, scale))
+    wrong(kv=LayerKV(codes, codes, scale[1:], scale))
+    wrong(kv=LayerKV(codes, codes, scale, scale.expand(-1, -1, 2).contiguous()))
+    wrong(kv=LayerKV(codes, codes, scale, scale.bfloat16()))
+    wrong(kv=LayerKV(codes, codes, scale[..., 0], scale))
     for changes in (
         {"slots": batch.slots + 10**6},
         {"slots": batch.slots - 10**3},

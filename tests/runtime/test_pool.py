@@ -16,40 +16,52 @@ from tests.toy import full_logits, toy_config, toy_decoder
 CONFIG = toy_config(layers=2, hidden=16, heads=4, kv_heads=2, ffn=16)
 
 
-def pool(n_blocks: int = 4, size: int = 2) -> KVPool:
-    """Slot s of layer l holds 10 l + s as its key and minus that as its value."""
-    made = KVPool(CONFIG, n_blocks, size, torch.float32, torch.device("cpu"))
+def pool(n_blocks: int = 4, size: int = 2, dtype: torch.dtype = torch.float32) -> KVPool:
+    """Slot s of layer l holds 10 l + s as its key (and its scale) and minus that as its value."""
+    made = KVPool(CONFIG, n_blocks, size, dtype, torch.device("cpu"))
     for layer, kv in enumerate(made.layers):
-        kv.k[:] = (10.0 * layer + torch.arange(n_blocks * size))[:, None, None]
-        kv.v[:] = -kv.k
+        for i, part in enumerate(kv.parts):
+            part[:] = ((10 * layer + torch.arange(n_blocks * size)) * (-1) ** i)[:, None, None]
     return made
 
 
 def contents(pool: KVPool) -> list[int]:
     """The slot that each slot's KV came from; every layer, head, key and value must agree."""
     for layer, kv in enumerate(pool.layers):
-        assert torch.equal(kv.k, -kv.v)
-        assert torch.equal(kv.k, kv.k[:, :1, :1].expand_as(kv.k))
+        for i, part in enumerate(kv.parts):
+            assert torch.equal(part.float() * (-1) ** i, kv.k[:, :1, :1].float().expand_as(part))
         assert torch.equal(kv.k - 10 * layer, pool.layers[0].k)
     return [int(x) for x in pool.layers[0].k[:, 0, 0]]
 
 
 def test_shape_and_bytes_of_a_token() -> None:
     made = pool(n_blocks=5, size=3)
-    assert {tuple(t.shape) for kv in made.layers for t in (kv.k, kv.v)} == {(15, 2, 4)}
+    assert {tuple(t.shape) for kv in made.layers for t in kv.parts} == {(15, 2, 4)}
     stored = sum(t.numel() * t.element_size() for kv in made.layers for t in (kv.k, kv.v))
     assert KVPool.bytes_per_token(CONFIG, torch.float32) * 15 == stored
     assert KVPool.bytes_per_token(CONFIG, torch.bfloat16) * 30 == stored
 
 
-def test_blocks_are_copied_in_order() -> None:
-    made = pool()
+@pytest.mark.parametrize(("dim", "groups"), [(4, 1), (32, 1), (34, 2), (64, 2), (80, 3)])
+def test_eight_bits_come_with_one_scale_for_each_32_dims(dim: int, groups: int) -> None:
+    config = toy_config(layers=3, kv_heads=2, head_dim=dim)
+    made = KVPool(config, 5, 3, torch.int8, torch.device("cpu"))
+    shapes = [(tuple(part.shape), part.dtype) for part in made.layers[0].parts]
+    assert shapes == [((15, 2, dim), torch.int8)] * 2 + [((15, 2, groups), torch.float32)] * 2
+    assert KVPool.bytes_per_token(config, torch.int8) == 3 * 2 * 2 * (dim + 4 * groups)
+    assert KVPool.bytes_per_token(config, torch.int8) * 15 == sum(p.nbytes for kv in made.layers for p in kv.parts)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_blocks_are_copied_in_order(dtype: torch.dtype) -> None:
+    made = pool(dtype=dtype)
     made.copy_blocks([Copy(0, 3), Copy(1, 0), Copy(3, 2)])
     assert contents(made) == [2, 3, 2, 3, 0, 1, 0, 1]
 
 
-def test_a_move_reads_all_slots_before_it_writes_any() -> None:
-    made = pool()
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_a_move_reads_all_slots_before_it_writes_any(dtype: torch.dtype) -> None:
+    made = pool(dtype=dtype)
     made.move([1, 2, 5], [0, 1, 2])
     assert contents(made) == [1, 2, 5, 3, 4, 5, 6, 7]
     made.move([], [])

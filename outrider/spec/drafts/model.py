@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.cache.blocks import BlockManager, Copy
-from outrider.core.config import DTYPES, QUANTIZATIONS
+from outrider.core.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.errors import ModelFileError, SettingError
@@ -25,7 +25,7 @@ from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span
 from outrider.models.load import LoadedModel, load_model
 from outrider.ops.reference import ReferenceOps
-from outrider.runtime.pool import KVPool
+from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
@@ -43,6 +43,9 @@ class ModelSettings:
     dtype: str = setting("auto", "precision of the draft model", choices=DTYPES)
     quantization: str | None = setting(None, "weights of the draft model's linear layers", choices=QUANTIZATIONS)
     max_model_len: int | None = setting(None, "longest text the draft model reads; default: its context", low=2)
+    kv_cache_dtype: str | None = setting(
+        None, "how the draft model's keys and values are stored; default: as the target's", choices=KV_CACHE_DTYPES
+    )
     draft_sample_method: str = setting(
         "probabilistic", "how draft tokens are chosen when the request samples", choices=("probabilistic", "greedy")
     )
@@ -119,7 +122,8 @@ class TwoModels(Proposer):
         self.drafter, self.target, self.settings = drafter, target, settings
         self.max_len = min(settings.max_model_len or drafter.config.max_position, drafter.config.max_position)
         decoder = drafter.decoder
-        kv_bytes = KVPool.bytes_per_token(drafter.config, decoder.dtype)
+        self._kv_cache_dtype = settings.kv_cache_dtype or "auto"
+        kv_bytes = KVPool.bytes_per_token(drafter.config, pick_kv_dtype(self._kv_cache_dtype, decoder.dtype))
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._pick = draft_pick_for(method)
         self._widths = settings.widths
@@ -129,7 +133,7 @@ class TwoModels(Proposer):
 
     def start(self, blocks: BlockManager, max_rows: int) -> None:
         self._blocks, self._max_rows = blocks, max_rows
-        self.runner = Runner(self.drafter.decoder, blocks.n_blocks, blocks.block_size)
+        self.runner = Runner(self.drafter.decoder, blocks.n_blocks, blocks.block_size, self._kv_cache_dtype)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         self.runner.copy_blocks(copies)
@@ -308,4 +312,5 @@ def build(context: DraftContext, settings: ModelSettings) -> Proposer:
         )
     except (SettingError, ModelFileError) as error:
         raise type(error)(f"the draft model: {error}") from error
+    settings = replace(settings, kv_cache_dtype=settings.kv_cache_dtype or context.kv_cache_dtype)
     return TwoModels(drafter, context.target, context.spec.rejection_sample_method, settings)
