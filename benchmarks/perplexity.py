@@ -1,6 +1,7 @@
 """What rounding costs: perplexity of one model file through each way of running it, on the same text.
 
-    python benchmarks/perplexity.py --text FILE [--model smollm2] [--tokens 8192] [--window 1024] [--kinds fp32,native,int8,int4]
+    python benchmarks/perplexity.py --text FILE [--model smollm2] [--tokens 8192] [--window 1024]
+        [--kinds fp32,native,int8,int4]
 
 ``FILE`` is plain text, or JSON Lines whose ``turns`` are joined. The text is cut in windows that start afresh; every
 token after a window's first is scored. ``fp32`` is the reference path with the file's weights in fp32; ``native`` the
@@ -22,7 +23,8 @@ from outrider.models.load import LoadedModel, load_model
 from outrider.runtime.pool import KVPool
 
 BLOCK, CHUNK = 16, 256
-KINDS = {"fp32": ("reference", None), "native": ("native", None), "int8": ("native", "int8"), "int4": ("native", "int4")}
+KINDS = {"fp32": ("reference", None), "native": ("native", None)}
+KINDS |= {"int8": ("native", "int8"), "int4": ("native", "int4")}
 
 
 def text_of(path: Path) -> str:

@@ -128,8 +128,8 @@ std::shared_ptr<KV> make_kv(Out k, Out v, std::optional<Out> k_scale, std::optio
   if (codes != k_scale.has_value() || codes != v_scale.has_value()) fail("k and v have scales if they are int8, and only then");
   KVView view = {{k.data(), nullptr}, {v.data(), nullptr}, codes ? KVFormat::i8 : bf16 ? KVFormat::bf16 : KVFormat::f32, size(0), size(1), size(2)};
   if (codes) {
-    view.k.scale = floats(*k_scale, "k_scale", {view.slots, view.heads, view.groups()});
-    view.v.scale = floats(*v_scale, "v_scale", {view.slots, view.heads, view.groups()});
+    view.k.scale = floats(*k_scale, "k_scale", {view.heads, view.slots, view.groups()});
+    view.v.scale = floats(*v_scale, "v_scale", {view.heads, view.slots, view.groups()});
   }
   return std::make_shared<KV>(KV{std::move(k), std::move(v), std::move(k_scale), std::move(v_scale), view});
 }

@@ -59,7 +59,7 @@ struct Acts {
   int32_t* start128;
 };
 
-// A row of attention: it sees the slots list[begin .. end).
+// A row of attention: it sees the slots list[begin .. end). A slot's place in the list is its position.
 struct SeenRow {
   const int32_t* list;
   int64_t begin, end;
@@ -69,17 +69,17 @@ enum class KVFormat : int { f32, bf16, i8 };
 
 constexpr int64_t element_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::bf16 ? 2 : 1; }
 
-// Keys or values, [slots, heads, dim]; i8 are codes, with `scale` [slots, heads, groups of 32 dims].
+// Keys or values, [heads, slots, dim]; i8 are codes, with `scale` [heads, slots, groups of 32 dims].
 struct KVHalf {
   void* data;
   float* scale;
 };
 
-// One layer's paged KV. Its vectors are counted slot by slot, head by head.
+// One layer's paged KV. Its vectors are counted head by head, slot by slot: a block's slots of one head are neighbours.
 struct KVView {
   KVHalf k, v;
   KVFormat format;
-  int64_t slots, heads, dim;
+  int64_t heads, slots, dim;
 
   int64_t bytes() const { return dim * element_bytes(format); }  // of a vector
   int64_t groups() const { return (dim + kGroup - 1) / kGroup; }
@@ -87,26 +87,28 @@ struct KVView {
   float* scale(const KVHalf& half, int64_t i) const { return half.scale ? half.scale + i * groups() : nullptr; }
 };
 
-// Attention of some rows, which share `list`, and of some query heads, which share one KV head.
+// Attention goes through positions in stretches of this many: what a stretch adds is worked out on its own, and then
+// added up stretch by stretch. So stretches can be shared out among threads, and every row still has one fixed order.
+constexpr int64_t kStretch = 64;
+
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+// What one query has gathered so far: the values' weighted sum [padded], then the greatest score and the weights' sum.
+inline int64_t state_floats(int64_t padded) { return padded + kLanes; }
+
+// One stretch, for some rows, which share `list`, and some query heads, which share one KV head.
 struct AttendTask {
   const SeenRow* rows;
   int64_t n_rows, n_heads;
   const float* q;  // [n_rows][q_stride], scaled; each head padded to `padded` floats
   int64_t q_stride, padded;
-  float* out;  // [n_rows][out_stride], each head `kv.dim` floats
-  int64_t out_stride;
   KVView kv;
-  int64_t kv_head;
+  int64_t kv_head, stretch;
+  float* states;   // [n_rows * n_heads][state_floats]; those of rows that see nothing of the stretch stay as they are
   float* scratch;  // attend_scratch() floats
 };
 
-constexpr int64_t kKeyTile = 64;
-
-inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
-
-inline int64_t attend_scratch(int64_t queries, int64_t seen, int64_t padded) {
-  return queries * (round_up(seen, kLanes) + 2 * kLanes + padded) + kKeyTile * padded;
-}
+inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + 2 * kStretch * padded; }
 
 // The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
 // fused multiply-adds where the code says so and nowhere else.
@@ -124,6 +126,10 @@ struct Kernels {
   // Into vector `i` of `half`. What is stored depends on x alone.
   void (*store_kv)(const float* x, const KVView& kv, const KVHalf& half, int64_t i);
   void (*attend)(const AttendTask& task);
+  // Adds a later stretch's state to that of the ones before it.
+  void (*merge)(float* state, const float* later, int64_t padded);
+  // The weighted mean that a state stands for.
+  void (*finish)(const float* state, int64_t padded, int64_t dim, float* out);
 };
 
 const Kernels* kernels_portable();

@@ -1,6 +1,7 @@
-// Attention over paged KV in fp32. Per (row, head): scores of the seen slots in the order of its list, a softmax over
-// them, then the weighted sum of the values in the same order. Nothing depends on where a slot lies, on hidden slots
-// in between, or on the other rows of the task; rows of a task only share what is in the cache.
+// Attention over paged KV in fp32. Per (row, head) and stretch of positions: scores of the seen slots, their softmax
+// weights relative to the stretch's greatest score, the weighted sum of the values in the order of positions; then the
+// stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). Nothing depends on where
+// a slot lies, on hidden slots in between, or on the other rows of the task, which only share what is in the cache.
 #pragma once
 
 #include <cstring>
@@ -24,25 +25,30 @@ inline void widen_int8(const int8_t* from, const float* scale, int64_t dim, floa
   for (; d < dim; d++) to[d] = static_cast<float>(from[d]) * scale[d / kGroup];
 }
 
-// K or V of up to kKeyTile slots as pointers to padded fp32 vectors: in place where they are that already.
+// K or V of up to kStretch slots as pointers to padded fp32 vectors: in place where they are that already.
 struct SlotReader {
   const AttendTask& t;
+  const KVHalf& half;
   float* copy;
   bool in_place;
 
-  SlotReader(const AttendTask& t, float* copy) : t(t), copy(copy), in_place(t.kv.format == KVFormat::f32 && t.padded == t.kv.dim) {}
+  SlotReader(const AttendTask& t, const KVHalf& half, float* copy)
+      : t(t), half(half), copy(copy), in_place(t.kv.format == KVFormat::f32 && t.padded == t.kv.dim) {}
 
-  // `ahead` slots behind these are asked for from memory: in a pool the vectors of one head are scattered.
-  void read(const KVHalf& half, const int32_t* slots, int64_t n, int64_t ahead, const float** to) const {
-    for (int64_t i = n; i < n + ahead; i++) {
-      const int64_t at = slots[i] * t.kv.heads + t.kv_head;
-      const auto* p = static_cast<const char*>(t.kv.vector(half, at));
-      for (int64_t b = 0; b < t.kv.bytes(); b += 64) __builtin_prefetch(p + b);
-      if (half.scale) __builtin_prefetch(t.kv.scale(half, at));
-    }
+  int64_t vector(int32_t slot) const { return t.kv_head * t.kv.slots + slot; }
+
+  // Asks for `n` slots from memory.
+  void prefetch(const int32_t* slots, int64_t n) const {
     for (int64_t i = 0; i < n; i++) {
-      const int64_t at = slots[i] * t.kv.heads + t.kv_head;
-      const void* from = t.kv.vector(half, at);
+      const auto* p = static_cast<const char*>(t.kv.vector(half, vector(slots[i])));
+      for (int64_t b = 0; b < t.kv.bytes(); b += 64) __builtin_prefetch(p + b);
+      if (half.scale) __builtin_prefetch(t.kv.scale(half, vector(slots[i])));
+    }
+  }
+
+  void read(const int32_t* slots, int64_t n, const float** to) const {
+    for (int64_t i = 0; i < n; i++) {
+      const void* from = t.kv.vector(half, vector(slots[i]));
       if (in_place) {
         to[i] = static_cast<const float*>(from);
         continue;
@@ -51,7 +57,7 @@ struct SlotReader {
       switch (t.kv.format) {
         case KVFormat::f32: std::memcpy(wide, from, static_cast<size_t>(t.kv.dim) * sizeof(float)); break;
         case KVFormat::bf16: widen_bf16(static_cast<const uint16_t*>(from), t.kv.dim, wide); break;
-        case KVFormat::i8: widen_int8(static_cast<const int8_t*>(from), t.kv.scale(half, at), t.kv.dim, wide); break;
+        case KVFormat::i8: widen_int8(static_cast<const int8_t*>(from), t.kv.scale(half, vector(slots[i])), t.kv.dim, wide); break;
       }
       for (int64_t d = t.kv.dim; d < t.padded; d++) wide[d] = 0.0f;
       to[i] = wide;
@@ -85,32 +91,17 @@ inline ScoreFn score_kernel(int64_t vectors) {
   }
 }
 
-// Turns n scores into unnormalized weights, in place; returns one over their sum. Room for 15 more floats is needed.
-float softmax(float* s, int64_t n) {
-  for (int64_t i = n; i < round_up(n, kLanes); i++) s[i] = -1e30f;  // weight 0
-  V::F most = V::load(s);
-  for (int64_t i = kLanes; i < n; i += kLanes) most = V::max(V::load(s + i), most);
-  const V::F top = V::set(V::largest(most));
-  V::F sum = V::set(0.0f);
-  for (int64_t i = 0; i < n; i += kLanes) {
-    const V::F e = exp_lanes(V::sub(V::load(s + i), top));
-    V::store(s + i, e);
-    sum = V::add(sum, e);
-  }
-  return 1.0f / V::sum(sum);
-}
-
-// Adds the values of n slots, weighted, to C vectors of H heads. `o` and `p` hold the heads `pad` and `stride` apart.
+// The weighted sum of n slots' values, C vectors of H heads. `o` and `p` hold the heads `pad` and kStretch apart.
 template <int H, int C>
-void mix(float* o, int64_t pad, const float* p, int64_t stride, const float* const* values, int64_t from, int64_t n) {
+void mix(float* o, int64_t pad, const float* p, const float* const* values, int64_t from, int64_t n) {
   V::F acc[H][C];
   for (int h = 0; h < H; h++)
-    for (int c = 0; c < C; c++) acc[h][c] = V::load(o + h * pad + c * kLanes);
+    for (int c = 0; c < C; c++) acc[h][c] = V::set(0.0f);
   for (int64_t i = 0; i < n; i++) {
     const float* v = values[i] + from;
     for (int c = 0; c < C; c++) {
       const V::F value = V::load(v + c * kLanes);
-      for (int h = 0; h < H; h++) acc[h][c] = V::fma(V::set(p[h * stride + i]), value, acc[h][c]);
+      for (int h = 0; h < H; h++) acc[h][c] = V::fma(V::set(p[h * kStretch + i]), value, acc[h][c]);
     }
   }
   for (int h = 0; h < H; h++)
@@ -118,72 +109,95 @@ void mix(float* o, int64_t pad, const float* p, int64_t stride, const float* con
 }
 
 template <int H>
-void mix_heads(float* o, int64_t pad, const float* p, int64_t stride, const float* const* values, int64_t n) {
+void mix_heads(float* o, int64_t padded, const float* p, const float* const* values, int64_t n) {
   constexpr int wide = V::value_chunk;
+  const int64_t pad = state_floats(padded);
   int64_t from = 0;
-  for (; from + wide * kLanes <= pad; from += wide * kLanes) mix<H, wide>(o + from, pad, p, stride, values, from, n);
-  for (; from < pad; from += kLanes) mix<H, 1>(o + from, pad, p, stride, values, from, n);
+  for (; from + wide * kLanes <= padded; from += wide * kLanes) mix<H, wide>(o + from, pad, p, values, from, n);
+  for (; from < padded; from += kLanes) mix<H, 1>(o + from, pad, p, values, from, n);
+}
+
+// Turns the scores first .. last of a stretch into weights, in place, and notes their greatest and their sum.
+void weigh(float* s, int64_t first, int64_t last, float* top_and_sum) {
+  const int64_t from = first / kLanes * kLanes, to = round_up(last, kLanes);
+  for (int64_t i = from; i < first; i++) s[i] = -1e30f;  // weight 0
+  for (int64_t i = last; i < to; i++) s[i] = -1e30f;
+  V::F most = V::load(s + from);
+  for (int64_t i = from + kLanes; i < to; i += kLanes) most = V::max(V::load(s + i), most);
+  const float top = V::largest(most);
+  V::F sum = V::set(0.0f);
+  for (int64_t i = from; i < to; i += kLanes) {
+    const V::F e = exp_lanes(V::sub(V::load(s + i), V::set(top)));
+    V::store(s + i, e);
+    sum = V::add(sum, e);
+  }
+  top_and_sum[0] = top;
+  top_and_sum[1] = V::sum(sum);
 }
 
 void attend(const AttendTask& t) {
-  int64_t begin = t.rows[0].begin, end = t.rows[0].end;
-  for (int64_t r = 1; r < t.n_rows; r++) {
-    begin = t.rows[r].begin < begin ? t.rows[r].begin : begin;
-    end = t.rows[r].end > end ? t.rows[r].end : end;
-  }
-  const int64_t stride = round_up(end - begin, kLanes) + 2 * kLanes, heads = t.n_heads, pad = t.padded;
-  float* const scores = t.scratch;                        // [rows * heads][stride]
-  float* const mixed = scores + t.n_rows * heads * stride;  // [rows * heads][pad]
-  const SlotReader reader(t, mixed + t.n_rows * heads * pad);
-  const float* at[kKeyTile];
-  const int32_t* list = t.rows[0].list;
+  const int64_t base = t.stretch * kStretch, heads = t.n_heads, pad = t.padded, state = state_floats(pad);
+  int64_t end = 0;
+  for (int64_t r = 0; r < t.n_rows; r++) end = t.rows[r].end > end ? t.rows[r].end : end;
+  const int64_t count = smaller(end - base, kStretch);
+  const int32_t* list = t.rows[0].list + base;
+  float* const scores = t.scratch;  // [rows * heads][kStretch]
+  float* const copies = scores + t.n_rows * heads * kStretch;
+  const SlotReader keys(t, t.kv.k, copies), values(t, t.kv.v, copies + kStretch * pad);
+  const float* at[kStretch];
   const ScoreFn score = score_kernel(pad / kLanes);
 
-  for (int64_t s = begin; s < end; s += kLanes) {
-    const int64_t n = end - s < kLanes ? end - s : kLanes;
-    reader.read(t.kv.k, list + s, n, smaller(end - s - n, kLanes), at);
+  keys.prefetch(list, smaller(count, kLanes));
+  for (int64_t s = 0; s < count; s += kLanes) {
+    const int64_t n = smaller(count - s, kLanes);
+    if (s + kLanes < count) keys.prefetch(list + s + kLanes, smaller(count - s - kLanes, kLanes));
+    values.prefetch(list + s, n);
+    keys.read(list + s, n, at);
     for (int64_t i = n; i < kLanes; i++) at[i] = at[0];  // computed, never looked at
     for (int64_t r = 0; r < t.n_rows; r++) {
-      if (s >= t.rows[r].end || s + kLanes <= t.rows[r].begin) continue;
+      if (base + s >= t.rows[r].end || base + s + kLanes <= t.rows[r].begin) continue;
       for (int64_t h = 0; h < heads; h++)
-        V::store(scores + (r * heads + h) * stride + (s - begin), score(t.q + r * t.q_stride + h * pad, at, pad / kLanes));
+        V::store(scores + (r * heads + h) * kStretch + s, score(t.q + r * t.q_stride + h * pad, at, pad / kLanes));
     }
   }
 
-  for (int64_t i = 0; i < t.n_rows * heads * pad; i++) mixed[i] = 0.0f;
+  values.read(list, count, at);
   for (int64_t r = 0; r < t.n_rows; r++) {
-    const SeenRow& row = t.rows[r];
-    for (int64_t h = 0; h < heads; h++) {
-      float* s = scores + (r * heads + h) * stride + (row.begin - begin);
-      const float by = softmax(s, row.end - row.begin);
-      // Scaling the weights and not the sum costs no more and needs no room to keep the factor.
-      for (int64_t i = 0; i < row.end - row.begin; i += kLanes) V::store(s + i, V::mul(V::load(s + i), V::set(by)));
-    }
-  }
-
-  for (int64_t s = begin; s < end; s += kKeyTile) {
-    const int64_t n = end - s < kKeyTile ? end - s : kKeyTile;
-    reader.read(t.kv.v, list + s, n, smaller(end - s - n, kKeyTile), at);
-    for (int64_t r = 0; r < t.n_rows; r++) {
-      const SeenRow& row = t.rows[r];
-      const int64_t first = row.begin > s ? row.begin - s : 0, last = row.end - s < n ? row.end - s : n;
-      if (first >= last) continue;
-      for (int64_t h = 0; h < heads;) {
-        float* o = mixed + (r * heads + h) * pad;
-        const float* p = scores + (r * heads + h) * stride + (s - begin) + first;
-        switch (heads - h) {
-          case 1: mix_heads<1>(o, pad, p, stride, at + first, last - first), h += 1; break;
-          case 2: mix_heads<2>(o, pad, p, stride, at + first, last - first), h += 2; break;
-          case 3: mix_heads<3>(o, pad, p, stride, at + first, last - first), h += 3; break;
-          default: mix_heads<4>(o, pad, p, stride, at + first, last - first), h += 4; break;
-        }
+    const int64_t first = t.rows[r].begin > base ? t.rows[r].begin - base : 0, last = smaller(t.rows[r].end - base, kStretch);
+    if (first >= last) continue;
+    for (int64_t h = 0; h < heads; h++)
+      weigh(scores + (r * heads + h) * kStretch, first, last, t.states + (r * heads + h) * state + pad);
+    for (int64_t h = 0; h < heads;) {
+      float* o = t.states + (r * heads + h) * state;
+      const float* p = scores + (r * heads + h) * kStretch + first;
+      switch (heads - h) {
+        case 1: mix_heads<1>(o, pad, p, at + first, last - first), h += 1; break;
+        case 2: mix_heads<2>(o, pad, p, at + first, last - first), h += 2; break;
+        case 3: mix_heads<3>(o, pad, p, at + first, last - first), h += 3; break;
+        default: mix_heads<4>(o, pad, p, at + first, last - first), h += 4; break;
       }
     }
   }
+}
 
-  for (int64_t r = 0; r < t.n_rows; r++)
-    for (int64_t h = 0; h < heads; h++)
-      std::memcpy(t.out + r * t.out_stride + h * t.kv.dim, mixed + (r * heads + h) * pad, static_cast<size_t>(t.kv.dim) * sizeof(float));
+void merge(float* state, const float* later, int64_t padded) {
+  float *mine = state + padded, lanes[kLanes];
+  const float* other = later + padded;
+  const float top = mine[0] > other[0] ? mine[0] : other[0];
+  const auto weight = [&](float of) {
+    V::store(lanes, exp_lanes(V::set(of - top)));
+    return lanes[0];
+  };
+  const float a = weight(mine[0]), b = weight(other[0]);
+  for (int64_t i = 0; i < padded; i += kLanes)
+    V::store(state + i, V::fma(V::load(state + i), V::set(a), V::mul(V::load(later + i), V::set(b))));
+  mine[0] = top;
+  mine[1] = mine[1] * a + other[1] * b;
+}
+
+void finish(const float* state, int64_t padded, int64_t dim, float* out) {
+  const V::F by = V::set(1.0f / state[padded + 1]);
+  for (int64_t i = 0; i < dim; i += kLanes) store_part(out + i, dim - i, V::mul(V::load(state + i), by));
 }
 
 }  // namespace

@@ -7,8 +7,7 @@
 namespace outrider {
 namespace {
 
-constexpr int64_t kTileRows = 16;            // rows that share keys and values in the cache
-constexpr int64_t kTileScores = 16 * 1024;   // rows x slots of a tile: its scores should stay in the cache too
+constexpr int64_t kTileRows = 16;  // rows that share keys and values in the cache
 
 void require(bool ok, const std::string& what) {
   if (!ok) throw std::invalid_argument("batch: " + what);
@@ -69,28 +68,25 @@ const Plan::Seen& Plan::seen(int64_t window) {
         made.rows.push_back({list.data(), std::min(from, own + 1), own + 1});
       } else {
         std::vector<int32_t> mine;
-        for (int64_t i = from; i < tail_start_[s]; i++) mine.push_back(list[static_cast<size_t>(i)]);
+        mine.assign(list.begin(), list.begin() + tail_start_[s]);
         const int64_t* words = words_.data() + row * width_;
         for (int64_t i = tail_start_[s], bit = 0; i <= own && bit < 64 * width_; i++, bit++) {
           const bool ancestor = static_cast<uint64_t>(words[bit / 64]) >> (bit % 64) & 1;
-          if (ancestor && tail_positions_[s][static_cast<size_t>(bit)] >= from) mine.push_back(list[static_cast<size_t>(i)]);
+          if (ancestor) mine.push_back(list[static_cast<size_t>(i)]);
         }
         made.own.push_back(std::move(mine));
-        made.rows.push_back({made.own.back().data(), 0, static_cast<int64_t>(made.own.back().size())});
+        made.rows.push_back({made.own.back().data(), from, static_cast<int64_t>(made.own.back().size())});
       }
       if (made.rows.back().begin >= made.rows.back().end) throw std::invalid_argument("batch: a row sees no slot at all");
     }
   }
   for (int64_t r = 0; r < this->rows();) {
-    RowTile tile = {r, 0, 0};
-    int64_t begin = made.rows[static_cast<size_t>(r)].begin;
-    const int32_t* list = made.rows[static_cast<size_t>(r)].list;
-    for (; r < this->rows() && tile.count < kTileRows && made.rows[static_cast<size_t>(r)].list == list; r++) {
+    const SeenRow& first = made.rows[static_cast<size_t>(r)];
+    RowTile tile = {r, 0, first.begin / kStretch, 0};
+    for (; r < this->rows() && tile.count < kTileRows && made.rows[static_cast<size_t>(r)].list == first.list; r++) {
       const SeenRow& row = made.rows[static_cast<size_t>(r)];
-      begin = std::min(begin, row.begin);
-      const int64_t seen = row.end - begin;
-      if (tile.count && (tile.count + 1) * seen > kTileScores) break;
-      tile.seen = seen;
+      tile.from = std::min(tile.from, row.begin / kStretch);
+      tile.to = std::max(tile.to, (row.end + kStretch - 1) / kStretch);
       tile.count++;
     }
     made.tiles.push_back(tile);

@@ -17,9 +17,9 @@ struct BatchView {
   std::vector<std::vector<int64_t>> tail_positions;
 };
 
-// Consecutive rows with one list that are attended together.
+// Consecutive rows with one list that are attended together, and the stretches that any of them sees.
 struct RowTile {
-  int64_t first, count, seen;  // `seen`: slots from the first to the last that any of them sees
+  int64_t first, count, from, to;
 };
 
 class Plan {

@@ -59,9 +59,11 @@ KV_GROUP = 32
 
 @dataclass(frozen=True, eq=False)
 class LayerKV:
-    """One layer's paged KV: ``k`` and ``v`` are [slots, kv heads, head dim], indexed by physical slot.
+    """One layer's paged KV: ``k`` and ``v`` are [kv heads, slots, head dim]; slots are physical ones.
 
-    In 8 bits they are codes i8, and ``k_scale`` and ``v_scale`` f32[slots, kv heads, groups] say what a code of each
+    Heads come first so that what one head reads of a block lies side by side.
+
+    In 8 bits they are codes i8, and ``k_scale`` and ``v_scale`` f32[kv heads, slots, groups] say what a code of each
     group is worth: the greatest magnitude in the group / 127. Other types have no scales.
     """
 
@@ -73,16 +75,16 @@ class LayerKV:
     @classmethod
     def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> LayerKV:
         """Room for ``slots`` slots; with dtype int8 also for their scales."""
-        shapes = [(slots, heads, dim)] * 2
+        shapes = [(heads, slots, dim)] * 2
         kinds = [dtype] * 2
         if dtype == torch.int8:
-            shapes += [(slots, heads, -(-dim // KV_GROUP))] * 2
+            shapes += [(heads, slots, -(-dim // KV_GROUP))] * 2
             kinds += [torch.float32] * 2
         return cls(*(torch.zeros(s, dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)))
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """All tensors, each by slot: whoever copies or moves a slot does it in all of them."""
+        """All tensors, each [kv heads, slots, ...]: whoever copies or moves a slot does it in all of them."""
         return tuple(part for part in (self.k, self.v, self.k_scale, self.v_scale) if part is not None)
 
 
@@ -132,7 +134,7 @@ class Ops(Protocol):
         """Implementation, instruction set and threads, for people."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of hidden states and norms in a model that is loaded as ``dtype``; KV's too unless asked otherwise."""
+        """The type of hidden states and norms (and KV unless told otherwise) in a model loaded as ``dtype``."""
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

@@ -212,11 +212,11 @@ def _index(rows: list[int], device: torch.device) -> Index:
 def _write(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> None:
     """Stores ``x`` [N, kv heads, dim] at ``slots``, in the pool's type."""
     if scales is None:
-        pool.index_copy_(0, slots, x.to(pool.dtype))
+        pool.index_copy_(1, slots, x.to(pool.dtype).transpose(0, 1))
         return
     codes, scale = quantize_kv(x)
-    pool.index_copy_(0, slots, codes)
-    scales.index_copy_(0, slots, scale)
+    pool.index_copy_(1, slots, codes.transpose(0, 1))
+    scales.index_copy_(1, slots, scale.transpose(0, 1))
 
 
 def _read(pool: torch.Tensor, scales: torch.Tensor | None, slots: Index, wide: torch.dtype) -> torch.Tensor:
@@ -229,8 +229,7 @@ def _read(pool: torch.Tensor, scales: torch.Tensor | None, slots: Index, wide: t
 
 def _take(pool: torch.Tensor, slots: Index) -> torch.Tensor:
     """What the pool holds of ``slots``, [kv heads, slots, ...]."""
-    by_head = pool.transpose(0, 1)
-    return by_head[:, slots] if isinstance(slots, slice) else by_head.index_select(1, slots)
+    return pool[:, slots] if isinstance(slots, slice) else pool.index_select(1, slots)
 
 
 def _rotate(x: torch.Tensor, rope: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -41,7 +41,7 @@ class KVPool:
         for layer in self.layers:
             for part in layer.parts:
                 for c in copies:
-                    part[c.dst * size : (c.dst + 1) * size] = part[c.src * size : (c.src + 1) * size]
+                    part[:, c.dst * size : (c.dst + 1) * size] = part[:, c.src * size : (c.src + 1) * size]
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Moves the KV of physical slots ``src`` to ``dst``; all are read before any is written."""
@@ -51,4 +51,4 @@ class KVPool:
         source, target = torch.tensor(src, device=device), torch.tensor(dst, device=device)
         for layer in self.layers:
             for part in layer.parts:
-                part[target] = part[source]
+                part[:, target] = part[:, source]

@@ -50,7 +50,7 @@ class Runner:
     def slot_kv(self, span: Span, slot: int) -> list[torch.Tensor]:
         """All that is stored of one logical slot, layer by layer (``LayerKV.parts``): for tests and diagnosis."""
         at = self._slot(span, slot)
-        return [kv[at] for layer in self.pool.layers for kv in layer.parts]
+        return [kv[:, at] for layer in self.pool.layers for kv in layer.parts]
 
     def _slot(self, span: Span, slot: int) -> int:
         return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size

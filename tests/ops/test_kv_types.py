@@ -79,7 +79,7 @@ def test_a_slot_holds_the_same_whoever_wrote_it(kv_dtype: torch.dtype) -> None:
     def stored(paged: Paged, seq: int, n: int, layer: int = 1) -> list[torch.Tensor]:
         size, table = paged.block_size, paged.tables[seq]
         slots = torch.tensor([table[s // size] * size + s % size for s in range(n)])
-        return [part[slots] for part in paged.kv[layer].parts]
+        return [part[:, slots] for part in paged.kv[layer].parts]
 
     whole = Paged(decoder, kv_dtype=kv_dtype)
     whole.run(Rows(0, [*tokens, TREE.tokens[0], TREE.tokens[2], TREE.tokens[5]]))
@@ -89,10 +89,10 @@ def test_a_slot_holds_the_same_whoever_wrote_it(kv_dtype: torch.dtype) -> None:
         for chunk in chunks:
             paged.run(Rows(1, tokens[:3]), Rows(0, tokens[at : at + chunk], TREE))
             at += chunk
-        assert all(torch.equal(mine, theirs[:20]) for mine, theirs in zip(stored(paged, 0, 20), want, strict=True))
-        drafted = [stored(paged, 0, 26)[i][20:] for i in range(len(want))]
+        assert all(torch.equal(mine, theirs[:, :20]) for mine, theirs in zip(stored(paged, 0, 20), want, strict=True))
+        drafted = [stored(paged, 0, 26)[i][:, 20:] for i in range(len(want))]
         for depth, node in enumerate((0, 2, 5)):
-            assert all(torch.equal(m[node], t[20 + depth]) for m, t in zip(drafted, want, strict=True))
+            assert all(torch.equal(m[:, node], t[:, 20 + depth]) for m, t in zip(drafted, want, strict=True))
 
 
 @NATIVE
@@ -108,9 +108,9 @@ def test_native_rounds_as_the_reference_does_to_the_last_bit(name: str, isa: str
     first, other = full.kv[0], short.kv[0]  # later layers have seen rounded keys
     for exact, codes, scale in ((first.k, other.k, other.k_scale), (first.v, other.v, other.v_scale)):
         assert scale is not None
-        want_codes, want_scale = quantize_kv(exact[slots])
-        assert torch.equal(codes[slots], want_codes)
-        assert torch.equal(scale[slots], want_scale)
+        want_codes, want_scale = quantize_kv(exact[:, slots])
+        assert torch.equal(codes[:, slots], want_codes)
+        assert torch.equal(scale[:, slots], want_scale)
 
 
 @NATIVE

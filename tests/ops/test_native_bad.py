@@ -55,9 +55,9 @@ def test_bad_arguments_of_a_layer_raise() -> None:
     cos, sin = good["rope"]
     wrong(rope=(cos[:2], sin[:2]))
     wrong(rope=(cos.double(), sin))
-    wrong(kv=LayerKV(kv.k[:2], kv.v[:2]))
-    wrong(kv=LayerKV(kv.k[:, :1].contiguous(), kv.v[:, :1].contiguous()))
-    wrong(kv=LayerKV(kv.k[:, :1], kv.v[:, :1]))
+    wrong(kv=LayerKV(kv.k[:, :2].contiguous(), kv.v[:, :2].contiguous()))
+    wrong(kv=LayerKV(kv.k[:1], kv.v[:1]))
+    wrong(kv=LayerKV(kv.k[:, :-1], kv.v[:, :-1]))
     wrong(kv=LayerKV(kv.k, kv.v[:-1]))
     wrong(kv=LayerKV(kv.k.half(), kv.v.half()))
     wrong(kv=LayerKV(kv.k, kv.v.bfloat16()))

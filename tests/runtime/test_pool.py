@@ -21,7 +21,7 @@ def pool(n_blocks: int = 4, size: int = 2, dtype: torch.dtype = torch.float32) -
     made = KVPool(CONFIG, n_blocks, size, dtype, torch.device("cpu"))
     for layer, kv in enumerate(made.layers):
         for i, part in enumerate(kv.parts):
-            part[:] = ((10 * layer + torch.arange(n_blocks * size)) * (-1) ** i)[:, None, None]
+            part[:] = ((10 * layer + torch.arange(n_blocks * size)) * (-1) ** i)[:, None]
     return made
 
 
@@ -29,14 +29,14 @@ def contents(pool: KVPool) -> list[int]:
     """The slot that each slot's KV came from; every layer, head, key and value must agree."""
     for layer, kv in enumerate(pool.layers):
         for i, part in enumerate(kv.parts):
-            assert torch.equal(part.float() * (-1) ** i, kv.k[:, :1, :1].float().expand_as(part))
+            assert torch.equal(part.float() * (-1) ** i, kv.k[:1, :, :1].float().expand_as(part))
         assert torch.equal(kv.k - 10 * layer, pool.layers[0].k)
-    return [int(x) for x in pool.layers[0].k[:, 0, 0]]
+    return [int(x) for x in pool.layers[0].k[0, :, 0]]
 
 
 def test_shape_and_bytes_of_a_token() -> None:
     made = pool(n_blocks=5, size=3)
-    assert {tuple(t.shape) for kv in made.layers for t in kv.parts} == {(15, 2, 4)}
+    assert {tuple(t.shape) for kv in made.layers for t in kv.parts} == {(2, 15, 4)}
     stored = sum(t.numel() * t.element_size() for kv in made.layers for t in (kv.k, kv.v))
     assert KVPool.bytes_per_token(CONFIG, torch.float32) * 15 == stored
     assert KVPool.bytes_per_token(CONFIG, torch.bfloat16) * 30 == stored
@@ -47,7 +47,7 @@ def test_eight_bits_come_with_one_scale_for_each_32_dims(dim: int, groups: int) 
     config = toy_config(layers=3, kv_heads=2, head_dim=dim)
     made = KVPool(config, 5, 3, torch.int8, torch.device("cpu"))
     shapes = [(tuple(part.shape), part.dtype) for part in made.layers[0].parts]
-    assert shapes == [((15, 2, dim), torch.int8)] * 2 + [((15, 2, groups), torch.float32)] * 2
+    assert shapes == [((2, 15, dim), torch.int8)] * 2 + [((2, 15, groups), torch.float32)] * 2
     assert KVPool.bytes_per_token(config, torch.int8) == 3 * 2 * 2 * (dim + 4 * groups)
     assert KVPool.bytes_per_token(config, torch.int8) * 15 == sum(p.nbytes for kv in made.layers for p in kv.parts)
 
