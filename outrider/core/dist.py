@@ -42,7 +42,7 @@ class Dist:
         """From ascending ``ids`` and weights >= 0 with a positive sum; tokens of weight zero are left out."""
         if not weights.min() > 0.0:
             at = np.flatnonzero(weights > 0.0)
-            ids, weights = ids[at], weights[at]
+            ids, weights = at if ids[-1] == len(ids) - 1 else ids[at], weights[at]
         return Dist(ids, weights / weights.sum())
 
     @staticmethod

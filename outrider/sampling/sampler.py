@@ -16,6 +16,7 @@ from outrider.sampling.history import History
 from outrider.sampling.select import best, nucleus
 
 _LOWEST = -700.0  # log weight, relative to the best token, below which exp() leaves the normal range
+_LEAST = math.exp(_LOWEST)
 _COLDEST = 1e-300  # temperatures below it act as it does: nothing but what equals the best token has a weight
 
 
@@ -74,17 +75,21 @@ class Sampler:
         peak = float(z[top])
         if not math.isfinite(peak):
             raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")
-        return Dist.point(top) if params.greedy else self._draw_from(z, peak)
+        return Dist.point(top) if params.greedy else self._draw_from(z, peak, own=shapes)
 
-    def _draw_from(self, z: NDArray[np.floating], peak: float) -> Dist:
-        """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``.
+    def _draw_from(self, z: NDArray[np.floating], peak: float, own: bool) -> Dist:
+        """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``; written over if ``own``.
 
         Top-k comes before min-p here, so that few tokens need an exponential: the outcome is the same, as both keep
         the best tokens and min-p looks only at the very best one.
         """
         params = self.params
-        ids = best(z, params.top_k) if 0 < params.top_k < len(z) else self._above_floor(z, peak)
-        x = (z if ids is None else z[ids]).astype(np.float64)
+        ids = None
+        if 0 < params.top_k < len(z):
+            ids = best(z, params.top_k)
+        elif params.min_p > 0:
+            ids = self._near(z, peak)
+        x = (z if ids is None else z[ids]).astype(np.float64, copy=not own)
         with np.errstate(over="ignore"):  # tiny temperatures: -inf is right
             x -= peak
             x *= self._inverse
@@ -93,18 +98,15 @@ class Sampler:
         weights = np.exp(x, out=x)
         if params.top_p < 1.0:
             ids, weights = _narrow(ids, weights, nucleus(weights, params.top_p))
+        if weights.min() < _LEAST:
+            ids, weights = _narrow(ids, weights, np.flatnonzero(weights >= _LEAST))
         weights *= 1.0 / weights.sum()
         return Dist(all_ids(len(z)) if ids is None else ids, weights)
 
-    def _above_floor(self, z: NDArray[np.floating], peak: float) -> NDArray[np.int64] | None:
-        """Where ``z`` is high enough to be drawn, and perhaps a little lower: i64[K]; None when it is everywhere.
-
-        Comparing as it comes spares most tokens the way to float64 where min-p leaves few.
-        """
+    def _near(self, z: NDArray[np.floating], peak: float) -> NDArray[np.int64]:
+        """Where ``z`` is high enough for min-p, or a trifle lower: compared as it comes, most need not be widened."""
+        depth = self._floor / self._inverse
         with np.errstate(over="ignore"):
-            if (float(z.min()) - peak) * self._inverse >= self._floor:
-                return None
-            depth = self._floor / self._inverse
             return np.flatnonzero(z >= z.dtype.type(peak + depth - 1e-6 * (abs(peak) - depth)))
 
     def _compile_forbidden(self, unused: Sequence[int]) -> NDArray[np.bool_] | None:
