@@ -175,21 +175,30 @@ std::shared_ptr<Context> make_context(int threads, const std::optional<std::stri
 }
 
 // x and y are addresses of contiguous fp32 [plan.rows, hidden] in main memory, which the caller has made sure of: taking
-// two tensors apart costs more here than all other checks together, and this is called for every layer.
-void layer_call(Context& context, const Layer& layer, Plan& plan, const KV& kv, const Rope& rope, uintptr_t x, uintptr_t y) {
-  if (rope.rows != plan.rows() || rope.half != layer.head_dim / 2)
-    fail("cos and sin have shape " + shown({rope.rows, rope.half}) + "; expected is " + shown({plan.rows(), layer.head_dim / 2}));
-  if (kv.view.heads != layer.kv_heads || kv.view.dim != layer.head_dim)
-    fail("the KV pool has " + std::to_string(kv.view.heads) + " heads of " + std::to_string(kv.view.dim) + "; the layer has " +
-         std::to_string(layer.kv_heads) + " of " + std::to_string(layer.head_dim));
-  if (plan.max_slot() >= kv.view.slots)
-    fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(kv.view.slots) + " slots");
+// two tensors apart costs more here than all other checks together.
+void layers_call(Context& context, const std::vector<const Layer*>& layers, Plan& plan, const std::vector<const KV*>& kvs, const Rope& rope, uintptr_t x, uintptr_t y) {
+  if (layers.empty() || layers.size() != kvs.size()) fail("there must be a KV pool for each of one or more layers");
+  std::vector<LayerOn> on;
+  for (size_t i = 0; i < layers.size(); i++) {
+    if (!layers[i] || !kvs[i]) fail("a layer or its KV pool is missing");
+    const Layer& layer = *layers[i];
+    const KVView& kv = kvs[i]->view;
+    if (layer.hidden() != layers[0]->hidden()) fail("the layers differ in width");
+    if (rope.rows != plan.rows() || rope.half != layer.head_dim / 2)
+      fail("cos and sin have shape " + shown({rope.rows, rope.half}) + "; expected is " + shown({plan.rows(), layer.head_dim / 2}));
+    if (kv.heads != layer.kv_heads || kv.dim != layer.head_dim)
+      fail("the KV pool has " + std::to_string(kv.heads) + " heads of " + std::to_string(kv.dim) + "; the layer has " +
+           std::to_string(layer.kv_heads) + " of " + std::to_string(layer.head_dim));
+    if (plan.max_slot() >= kv.slots)
+      fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(kv.slots) + " slots");
+    on.push_back({&layer, &kv});
+  }
   if (!plan.rows()) return;
   if (!x || !y || x == y) fail("x and y must be two stretches of memory");
-  plan.seen(layer.window);  // made while the interpreter lock is held
+  for (const LayerOn& one : on) plan.seen(one.layer->window);  // made while the interpreter lock is held
   nb::gil_scoped_release release;
-  run_layer(context, layer, plan, kv.view, static_cast<const float*>(rope.cos.data()), static_cast<const float*>(rope.sin.data()),
-            reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y));
+  run_layers(context, on, plan, static_cast<const float*>(rope.cos.data()), static_cast<const float*>(rope.sin.data()),
+             reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y));
 }
 
 void linear_call(Context& context, const Weight& weight, const In& x, const std::optional<In>& bias, const Out& y) {
@@ -278,7 +287,7 @@ NB_MODULE(_native, m) {
   m.def("kv", &make_kv, nb::arg("k"), nb::arg("v"));
   m.def("plan", &make_plan, nb::arg("positions"), nb::arg("slots"), nb::arg("cu_rows"), nb::arg("kv_len"), nb::arg("block_tables"),
         nb::arg("tail_start"), nb::arg("ancestors").none(), nb::arg("tail_positions"), nb::arg("block_size"));
-  m.def("decoder_layer", &layer_call, nb::arg("context"), nb::arg("layer"), nb::arg("plan"), nb::arg("kv"), nb::arg("rope"),
+  m.def("decoder_layers", &layers_call, nb::arg("context"), nb::arg("layers"), nb::arg("plan"), nb::arg("kvs"), nb::arg("rope"),
         nb::arg("x"), nb::arg("y"));
   m.def("rope", &make_rope, nb::arg("cos"), nb::arg("sin"));
   m.def("linear", &linear_call, nb::arg("context"), nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(), nb::arg("y"));

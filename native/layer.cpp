@@ -208,7 +208,8 @@ struct Pass {
       pool.barrier();
     }
     const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
-    for (int64_t r = 0; r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
+    if (x != y)
+      for (int64_t r = 0; r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
     multiply(kernels(), with(acts, mixed, q_width), {{&layer.o, y}}, out, true);
     pool.barrier();
     warm({&layer.gate}, share(blocks(layer.gate), thread, threads));
@@ -227,16 +228,29 @@ struct Pass {
 
 }  // namespace
 
-void run_layer(Context& context, const Layer& layer, Plan& plan, const KVView& kv, const float* cos, const float* sin, const float* x, float* y) {
+void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan, const float* cos, const float* sin, const float* x, float* y) {
   std::lock_guard<std::mutex> lock(context.busy);
-  const Plan::Seen& seen = plan.seen(layer.window);
-  Pass pass{context, layer, plan, seen, kv, cos, sin, x, y, context.pool.threads(), plan.rows(), round_up(layer.head_dim, kLanes), layer.gate.weight->n()};
-  for (const RowTile& tile : seen.tiles)
-    pass.scratch_floats = std::max(pass.scratch_floats, attend_scratch(tile.count * (layer.heads / layer.kv_heads), tile.seen, pass.padded));
-  pass.scratch_floats = round_up(pass.scratch_floats, kLanes);
-  context.scratch.grow(pass.cut(nullptr));
-  pass.cut(context.scratch.data());
-  const auto work = [&](int thread) { pass.run(thread); };
+  std::vector<Pass> passes;
+  int64_t bytes = 0;
+  for (const LayerOn& on : layers) {
+    const Layer& layer = *on.layer;
+    const Plan::Seen& seen = plan.seen(layer.window);
+    const float* from = passes.empty() ? x : y;  // later layers work in place
+    passes.push_back({context, layer, plan, seen, *on.kv, cos, sin, from, y, context.pool.threads(), plan.rows(), round_up(layer.head_dim, kLanes), layer.gate.weight->n()});
+    Pass& pass = passes.back();
+    for (const RowTile& tile : seen.tiles)
+      pass.scratch_floats = std::max(pass.scratch_floats, attend_scratch(tile.count * (layer.heads / layer.kv_heads), tile.seen, pass.padded));
+    pass.scratch_floats = round_up(pass.scratch_floats, kLanes);
+    bytes = std::max(bytes, pass.cut(nullptr));
+  }
+  context.scratch.grow(bytes);
+  for (Pass& pass : passes) pass.cut(context.scratch.data());
+  const auto work = [&](int thread) {
+    for (size_t i = 0; i < passes.size(); i++) {
+      if (i) context.pool.barrier();
+      passes[i].run(thread);
+    }
+  };
   context.pool.run(std::ref(work));
 }
 

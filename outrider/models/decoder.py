@@ -193,12 +193,13 @@ class Decoder:
         x = self.ops.embed(self.embedding, batch.ids)
         rope = self.ops.rope_table(self.inv_freq, self.rope_scale, batch.positions)
         after: dict[int, torch.Tensor] = {}
-        for layer, (weights, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
-            x = self.ops.decoder_layer(x, weights, shape, rope, kv[layer], batch)
-            if layer in feature_layers:
-                after[layer] = x
+        first = 0
+        for last in sorted({*feature_layers, len(self.layers) - 1}):
+            some = slice(first, last + 1)
+            x = self.ops.decoder_layers(x, self.layers[some], self.shapes[some], rope, kv[some], batch)
+            after[last], first = x, last + 1
         features = torch.cat([after[layer] for layer in feature_layers], dim=-1) if feature_layers else None
-        return ForwardOut(self.logits(x[batch.logit_rows]), features)
+        return ForwardOut(self.logits(x.index_select(0, batch.logit_rows)), features)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

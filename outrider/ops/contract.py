@@ -1,4 +1,4 @@
-"""The contract of the numeric operations: one call per decoder layer, so that an implementation can fuse what it likes.
+"""The contract of the numeric operations: whole decoder layers, so that an implementation can fuse what it likes.
 
 Two implementations: ``reference`` (torch: any device, any dtype) and ``native`` (C++, CPU). Both work on the same flat
 rows, the same paged KV and the same masks.
@@ -130,6 +130,17 @@ class Ops(Protocol):
         batch: Batch,
     ) -> torch.Tensor:
         """One whole layer on ``x`` [N,H]: writes this pass's KV at ``batch.slots``, attends, returns [N,H]."""
+
+    def decoder_layers(
+        self,
+        x: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        shapes: Sequence[LayerShape],
+        rope: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
+        batch: Batch,
+    ) -> torch.Tensor:
+        """Some of a model's layers, one or more, one after the other: a chance to save what a call costs."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight, row by row."""

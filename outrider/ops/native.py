@@ -179,24 +179,43 @@ class NativeOps:
         kv: LayerKV,
         batch: Batch,
     ) -> torch.Tensor:
-        known = self._layers.get(weights)
-        if known is None or (known[0] is not shape and known[0] != shape):
-            known = self._layers[weights] = shape, self._layer(weights, shape)
+        return self.decoder_layers(x, (weights,), (shape,), rope, (kv,), batch)
+
+    def decoder_layers(
+        self,
+        x: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        shapes: Sequence[LayerShape],
+        rope: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
+        batch: Batch,
+    ) -> torch.Tensor:
+        ready = [self._layer(weights, shape) for weights, shape in zip(layers, shapes, strict=True)]
+        pools = [self._pool(pool) for pool in kv]
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)
-        pool = self._kv.get(kv)
-        if pool is None:
-            pool = self._kv[kv] = _native.kv(kv.k, kv.v)
-        layer, turn = known[1], rope if isinstance(rope, _Rope) else _Rope.of(rope)
-        wanted = plan.rows, layer.hidden
+        turn = rope if isinstance(rope, _Rope) else _Rope.of(rope)
+        wanted = plan.rows, ready[0].hidden
         if x.shape != wanted or x.dtype != torch.float32 or not x.is_contiguous() or x.device.type != "cpu":
             raise ValueError(
                 f"x is {x.dtype} {tuple(x.shape)} on {x.device}; expected is contiguous fp32 {wanted} in main memory"
             )
         out = torch.empty_like(x)
-        _native.decoder_layer(self._context, layer, plan, pool, turn.handle, x.data_ptr(), out.data_ptr())
+        _native.decoder_layers(self._context, ready, plan, pools, turn.handle, x.data_ptr(), out.data_ptr())
         return out
+
+    def _layer(self, weights: LayerWeights, shape: LayerShape) -> Any:
+        known = self._layers.get(weights)
+        if known is None or (known[0] is not shape and known[0] != shape):
+            known = self._layers[weights] = shape, self._new_layer(weights, shape)
+        return known[1]
+
+    def _pool(self, kv: LayerKV) -> Any:
+        pool = self._kv.get(kv)
+        if pool is None:
+            pool = self._kv[kv] = _native.kv(kv.k, kv.v)
+        return pool
 
     def _native_weight(self, weight: Any) -> NativeWeight:
         if isinstance(weight, NativeWeight):
@@ -208,7 +227,7 @@ class NativeOps:
             packed = self._packed[weight] = pack(dense, kind)
         return packed
 
-    def _layer(self, w: LayerWeights, shape: LayerShape) -> Any:
+    def _new_layer(self, w: LayerWeights, shape: LayerShape) -> Any:
         def dense(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.float().contiguous()
 

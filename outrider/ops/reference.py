@@ -91,6 +91,19 @@ class ReferenceOps:
         h = F.silu(self.linear(h, w.gate, w.gate_bias)) * self.linear(h, w.up, w.up_bias)
         return x + self.linear(h, w.down, w.down_bias)
 
+    def decoder_layers(
+        self,
+        x: torch.Tensor,
+        layers: Sequence[LayerWeights],
+        shapes: Sequence[LayerShape],
+        rope: Sequence[torch.Tensor],
+        kv: Sequence[LayerKV],
+        batch: Batch,
+    ) -> torch.Tensor:
+        for weights, shape, pool in zip(layers, shapes, kv, strict=True):
+            x = self.decoder_layer(x, weights, shape, rope, pool, batch)
+        return x
+
     def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
         """Attention of ``q`` [N, heads, dim] over the paged KV: [N, heads * dim]."""
         groups = self._plans.get(batch)
