@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import torch
+import numpy as np
 
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.draft import Draft
@@ -50,23 +50,25 @@ class Bare:
         decoder, ops = model.decoder, model.decoder.ops
         assert isinstance(ops, native.NativeOps), "this measures the native operations"
         self.decoder, self.context, self.call = decoder, ops._context, native._native
-        self.layers = [ops._layer(w, s) for w, s in zip(decoder.layers, decoder.shapes, strict=True)]
-        self.pools = [ops._pool(kv) for kv in engine.runner.pool.layers]
+        layers = [ops._layer(w, s) for w, s in zip(decoder.layers, decoder.shapes, strict=True)]
+        self.stack = self.call.stack(layers, [ops._pool(kv) for kv in engine.runner.pool.layers])
         self.table, self.head = (ops._native_weight(w).handle for w in (decoder.embedding, decoder.head))
 
     def seconds(self, batch: Batch) -> float:
         """Time of one pass over ``batch``, which was done before: the KV written is the same."""
         d, call, width = self.decoder, self.call, self.decoder.config.hidden_size
         plan, n, m = native._plan(batch), batch.n_rows, len(batch.logit_rows)
-        x, y = torch.empty(n, width), torch.empty(n, width)
-        cos, sin = torch.empty(n, len(d.inv_freq)), torch.empty(n, len(d.inv_freq))
-        normed, logits, eps = torch.empty(m, width), torch.empty(m, self.head.shape[0]), d.config.norm_eps
-        rope = call.rope(cos, sin)
+        x, y = np.empty((n, width), np.float32), np.empty((n, width), np.float32)
+        cos, sin = (np.empty((n, len(d.inv_freq)), np.float32) for _ in range(2))
+        normed, logits = np.empty((m, width), np.float32), np.empty((m, self.head.shape[0]), np.float32)
+        ids, positions, rows = batch.ids.numpy(), batch.positions.numpy(), batch.logit_rows.numpy()
+        inv_freq, norm, eps = d.inv_freq.numpy(), d.final_norm.numpy(), d.config.norm_eps
+        rope, into, out = call.rope(cos, sin), x.ctypes.data, y.ctypes.data
         start = time.perf_counter()
-        call.embed(self.context, self.table, batch.ids, x)
-        call.rope_table(self.context, d.inv_freq, d.rope_scale, batch.positions, cos, sin)
-        call.decoder_layers(self.context, self.layers, plan, self.pools, rope, x.data_ptr(), y.data_ptr())
-        call.rms_norm(self.context, y[batch.logit_rows], d.final_norm, eps, normed)
+        call.embed(self.context, self.table, ids, x)
+        call.rope_table(self.context, inv_freq, d.rope_scale, positions, cos, sin)
+        call.decoder_layers(self.context, self.stack, plan, rope, into, out)
+        call.rms_norm(self.context, y if n == m else y[rows], norm, eps, normed)
         call.linear(self.context, self.head, normed, None, logits)
         return time.perf_counter() - start
 
@@ -88,7 +90,7 @@ class Kind:
         self.records: list[dict[str, float]] = []
         self._vocab, self._left, self._seen = model.n_tokens, 0, 0
         runner, metrics = self.engine.runner, self.engine.metrics
-        inner, observe = runner.decoder.forward, metrics.observe
+        inner, observe = runner.decoder.run, metrics.observe
 
         def forward(batch: Batch, *args: Any) -> Any:
             self._batch, self._built = batch, time.perf_counter()
@@ -98,7 +100,7 @@ class Kind:
             self._record = record
             observe(record)
 
-        runner.decoder = _With(runner.decoder, forward=forward)
+        runner.decoder = _With(runner.decoder, run=forward)
         self.engine.metrics = _With(metrics, observe=watch)  # type: ignore[assignment]
 
     def start(self) -> None:
@@ -174,7 +176,9 @@ def main() -> None:
     model = load_model(options.model, quantization=options.quantization, ops="native", threads=options.threads)
     if options.profile:
         return profile(Kind(model, "plain", 1, options), options.steps)
-    kinds = [Kind(model, *kind, options) for kind in (("plain", 1), ("plain", 8), ("draft 7", 1), ("ngram", 1), ("ngram", 8))]
+    kinds = [
+        Kind(model, *kind, options) for kind in (("plain", 1), ("plain", 8), ("draft 7", 1), ("ngram", 1), ("ngram", 8))
+    ]
     for i in range(options.steps + 3):
         for kind in kinds:
             kind.step(keep=i >= 3)
@@ -183,7 +187,9 @@ def main() -> None:
     print(f"{'milliseconds':18}" + "".join(f"{name:>9}" for name in columns) + "   step/native")
     for kind in kinds:
         ratio = median(r["step"] / r["native"] for r in kind.records)
-        cells = "".join(f"{kind.median(name):9.3f}" if name != "rows" else f"{kind.median(name):9.0f}" for name in columns)
+        cells = "".join(
+            f"{kind.median(name):9.3f}" if name != "rows" else f"{kind.median(name):9.0f}" for name in columns
+        )
         print(f"{kind.name:18}{cells}   {ratio:8.3f}")
     one = kinds[0]
     for kind in kinds[1:3]:

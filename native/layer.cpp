@@ -226,6 +226,21 @@ struct Pass {
   }
 };
 
+// A little work on each row. The caller is done with few rows before the other threads would be awake.
+template <class Row>
+void each_row(Context& context, int64_t rows, const Row& row) {
+  constexpr int64_t few = 16;
+  if (rows <= few) {
+    for (int64_t r = 0; r < rows; r++) row(r);
+    return;
+  }
+  const auto work = [&](int thread) {
+    const Range mine = share(rows, thread, context.pool.threads());
+    for (int64_t r = mine.from; r < mine.to; r++) row(r);
+  };
+  context.pool.run(std::ref(work));
+}
+
 }  // namespace
 
 void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan, const float* cos, const float* sin, const float* x, float* y) {
@@ -277,32 +292,21 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
 }
 
 void run_norm(Context& context, const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* y) {
-  const auto work = [&](int thread) {
-    const Range mine = share(rows, thread, context.pool.threads());
-    for (int64_t r = mine.from; r < mine.to; r++) context.kernels->norm(x + r * k, weight, eps, k, y + r * k);
-  };
-  context.pool.run(std::ref(work));
+  each_row(context, rows, [&](int64_t r) { context.kernels->norm(x + r * k, weight, eps, k, y + r * k); });
 }
 
 void run_embed(Context& context, const Weight& table, const int64_t* ids, int64_t rows, float* y) {
-  const auto work = [&](int thread) {
-    const Range mine = share(rows, thread, context.pool.threads());
-    for (int64_t r = mine.from; r < mine.to; r++) table.row(ids[r], y + r * table.k());
-  };
-  context.pool.run(std::ref(work));
+  each_row(context, rows, [&](int64_t r) { table.row(ids[r], y + r * table.k()); });
 }
 
 void run_rope_table(Context& context, const float* inv_freq, int64_t half, double scale, const int64_t* positions, int64_t rows, float* cos, float* sin) {
-  const auto work = [&](int thread) {
-    const Range mine = share(rows, thread, context.pool.threads());
-    for (int64_t r = mine.from; r < mine.to; r++)
-      for (int64_t i = 0; i < half; i++) {
-        const double angle = static_cast<double>(static_cast<float>(positions[r]) * inv_freq[i]);
-        cos[r * half + i] = static_cast<float>(std::cos(angle) * scale);
-        sin[r * half + i] = static_cast<float>(std::sin(angle) * scale);
-      }
-  };
-  context.pool.run(std::ref(work));
+  each_row(context, rows, [&](int64_t r) {
+    for (int64_t i = 0; i < half; i++) {
+      const double angle = static_cast<double>(static_cast<float>(positions[r]) * inv_freq[i]);
+      cos[r * half + i] = static_cast<float>(std::cos(angle) * scale);
+      sin[r * half + i] = static_cast<float>(std::sin(angle) * scale);
+    }
+  });
 }
 
 }  // namespace outrider

@@ -96,6 +96,15 @@ class LayerShape:
     window: int | None
 
 
+@dataclass(frozen=True, eq=False)
+class LayerStack:
+    """One or more layers in order, each with its KV: made once, so that an implementation gets them ready once."""
+
+    layers: Sequence[LayerWeights]
+    shapes: Sequence[LayerShape]
+    kv: Sequence[LayerKV]
+
+
 class Ops(Protocol):
     """Operations on flat rows; N rows, H hidden width."""
 
@@ -134,13 +143,11 @@ class Ops(Protocol):
     def decoder_layers(
         self,
         x: torch.Tensor,
-        layers: Sequence[LayerWeights],
-        shapes: Sequence[LayerShape],
+        stack: LayerStack,
         rope: Sequence[torch.Tensor],
-        kv: Sequence[LayerKV],
         batch: Batch,
     ) -> torch.Tensor:
-        """Some of a model's layers, one or more, one after the other: a chance to save what a call costs."""
+        """The same for all layers of ``stack``, one after the other: a chance to save what a call costs."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight, row by row."""

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from outrider.core.errors import SettingError
 from outrider.core.types import Batch
-from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerStack, LayerWeights, StoredMatrix, Weight
 
 Index = slice | torch.Tensor
 
@@ -94,14 +94,12 @@ class ReferenceOps:
     def decoder_layers(
         self,
         x: torch.Tensor,
-        layers: Sequence[LayerWeights],
-        shapes: Sequence[LayerShape],
+        stack: LayerStack,
         rope: Sequence[torch.Tensor],
-        kv: Sequence[LayerKV],
         batch: Batch,
     ) -> torch.Tensor:
-        for weights, shape, pool in zip(layers, shapes, kv, strict=True):
-            x = self.decoder_layer(x, weights, shape, rope, pool, batch)
+        for weights, shape, kv in zip(stack.layers, stack.shapes, stack.kv, strict=True):
+            x = self.decoder_layer(x, weights, shape, rope, kv, batch)
         return x
 
     def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
