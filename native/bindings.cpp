@@ -6,6 +6,8 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
+#include <cstdint>
 #include <optional>
 #include <stdexcept>
 #include <string>
@@ -148,8 +150,7 @@ std::shared_ptr<Rope> make_rope(In cos, In sin) {
 }
 
 std::shared_ptr<Plan> make_plan(const In& positions, const In& slots, std::vector<int64_t> cu_rows, std::vector<int64_t> kv_len, const In& tables,
-                                std::vector<int64_t> tail_start, const std::optional<In>& ancestors,
-                                std::vector<std::vector<int64_t>> tail_positions, int64_t block_size) {
+                                std::vector<int64_t> tail_start, const std::optional<In>& ancestors, int64_t block_size) {
   BatchView b{};
   b.rows = length(slots);
   b.seqs = static_cast<int64_t>(kv_len.size());
@@ -165,7 +166,6 @@ std::shared_ptr<Plan> make_plan(const In& positions, const In& slots, std::vecto
   b.cu_rows = std::move(cu_rows);
   b.kv_len = std::move(kv_len);
   b.tail_start = std::move(tail_start);
-  b.tail_positions = std::move(tail_positions);
   return std::make_shared<Plan>(b);
 }
 
@@ -180,22 +180,48 @@ std::shared_ptr<Context> make_context(int threads, const std::optional<std::stri
   return std::make_shared<Context>(threads, kernels);
 }
 
+// Layers with their KV pools, in order; what fits together is checked here, once.
+struct Stack {
+  std::vector<std::shared_ptr<Layer>> layers;  // kept alive
+  std::vector<std::shared_ptr<KV>> kvs;
+  std::vector<LayerOn> on;
+  int64_t slots, half;  // the smallest pool; columns of cos and sin
+};
+
+std::shared_ptr<Stack> make_stack(std::vector<std::shared_ptr<Layer>> layers, std::vector<std::shared_ptr<KV>> kvs) {
+  if (layers.empty() || layers.size() != kvs.size()) fail("a stack has one or more layers and a KV pool for each");
+  auto stack = std::make_shared<Stack>();
+  stack->slots = INT64_MAX;
+  for (size_t i = 0; i < layers.size(); i++) {
+    if (!layers[i] || !kvs[i]) fail("a layer or its KV pool is missing");
+    const Layer& layer = *layers[i];
+    const KVView& kv = kvs[i]->view;
+    if (kv.heads != layer.kv_heads || kv.dim != layer.head_dim)
+      fail("the KV pool has " + std::to_string(kv.heads) + " heads of " + std::to_string(kv.dim) + "; the layer has " +
+           std::to_string(layer.kv_heads) + " of " + std::to_string(layer.head_dim));
+    if (layer.hidden() != layers[0]->hidden() || layer.head_dim != layers[0]->head_dim) fail("the layers of a stack differ in width");
+    stack->slots = std::min(stack->slots, kv.slots);
+    stack->on.push_back({&layer, &kv});
+  }
+  stack->half = layers[0]->head_dim / 2;
+  stack->layers = std::move(layers);
+  stack->kvs = std::move(kvs);
+  return stack;
+}
+
 // x and y are addresses of contiguous fp32 [plan.rows, hidden] in main memory, which the caller has made sure of: taking
-// two tensors apart costs more here than all other checks together, and this is called for every layer.
-void layer_call(Context& context, const Layer& layer, Plan& plan, const KV& kv, const Rope& rope, uintptr_t x, uintptr_t y) {
-  if (rope.rows != plan.rows() || rope.half != layer.head_dim / 2)
-    fail("cos and sin have shape " + shown({rope.rows, rope.half}) + "; expected is " + shown({plan.rows(), layer.head_dim / 2}));
-  if (kv.view.heads != layer.kv_heads || kv.view.dim != layer.head_dim)
-    fail("the KV pool has " + std::to_string(kv.view.heads) + " heads of " + std::to_string(kv.view.dim) + "; the layer has " +
-         std::to_string(layer.kv_heads) + " of " + std::to_string(layer.head_dim));
-  if (plan.max_slot() >= kv.view.slots)
-    fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(kv.view.slots) + " slots");
+// two tensors apart costs more here than all other checks together.
+void layers_call(Context& context, const Stack& stack, Plan& plan, const Rope& rope, uintptr_t x, uintptr_t y) {
+  if (rope.rows != plan.rows() || rope.half != stack.half)
+    fail("cos and sin have shape " + shown({rope.rows, rope.half}) + "; expected is " + shown({plan.rows(), stack.half}));
+  if (plan.max_slot() >= stack.slots)
+    fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(stack.slots) + " slots");
   if (!plan.rows()) return;
   if (!x || !y || x == y) fail("x and y must be two stretches of memory");
-  plan.seen(layer.window);  // made while the interpreter lock is held
+  for (const LayerOn& one : stack.on) plan.seen(one.layer->window);  // made while the interpreter lock is held
   nb::gil_scoped_release release;
-  run_layer(context, layer, plan, kv.view, static_cast<const float*>(rope.cos.data()), static_cast<const float*>(rope.sin.data()),
-            reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y));
+  run_layers(context, stack.on, plan, static_cast<const float*>(rope.cos.data()), static_cast<const float*>(rope.sin.data()),
+             reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y));
 }
 
 void linear_call(Context& context, const Weight& weight, const In& x, const std::optional<In>& bias, const Out& y) {
@@ -263,9 +289,10 @@ NB_MODULE(_native, m) {
       .def_prop_ro("format", [](const Weight& w) { return format_name(w.format()); })
       .def_prop_ro("shape", [](const Weight& w) { return nb::make_tuple(w.n(), w.k()); })
       .def_prop_ro("nbytes", &Weight::bytes);
-  nb::class_<Layer>(m, "Layer").def_prop_ro("hidden", &Layer::hidden);
+  nb::class_<Layer>(m, "Layer");
   nb::class_<Rope>(m, "Rope");
   nb::class_<KV>(m, "KV");
+  nb::class_<Stack>(m, "Stack").def_prop_ro("hidden", [](const Stack& s) { return s.layers[0]->hidden(); });
   nb::class_<Plan>(m, "Plan").def_prop_ro("rows", &Plan::rows);
   nb::class_<Context>(m, "Context")
       .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
@@ -283,9 +310,9 @@ NB_MODULE(_native, m) {
         nb::arg("post_norm"), nb::arg("weights"), nb::arg("biases"), nb::arg("q_norm").none(), nb::arg("k_norm").none());
   m.def("kv", &make_kv, nb::arg("k"), nb::arg("v"), nb::arg("k_scale").none(), nb::arg("v_scale").none());
   m.def("plan", &make_plan, nb::arg("positions"), nb::arg("slots"), nb::arg("cu_rows"), nb::arg("kv_len"), nb::arg("block_tables"),
-        nb::arg("tail_start"), nb::arg("ancestors").none(), nb::arg("tail_positions"), nb::arg("block_size"));
-  m.def("decoder_layer", &layer_call, nb::arg("context"), nb::arg("layer"), nb::arg("plan"), nb::arg("kv"), nb::arg("rope"),
-        nb::arg("x"), nb::arg("y"));
+        nb::arg("tail_start"), nb::arg("ancestors").none(), nb::arg("block_size"));
+  m.def("stack", &make_stack, nb::arg("layers"), nb::arg("kvs"));
+  m.def("decoder_layers", &layers_call, nb::arg("context"), nb::arg("stack"), nb::arg("plan"), nb::arg("rope"), nb::arg("x"), nb::arg("y"));
   m.def("rope", &make_rope, nb::arg("cos"), nb::arg("sin"));
   m.def("linear", &linear_call, nb::arg("context"), nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(), nb::arg("y"));
   m.def("rms_norm", &norm_call, nb::arg("context"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("y"));

@@ -59,12 +59,6 @@ struct Acts {
   int32_t* start128;
 };
 
-// A row of attention: it sees the slots list[begin .. end). A slot's place in the list is its position.
-struct SeenRow {
-  const int32_t* list;
-  int64_t begin, end;
-};
-
 enum class KVFormat : int { f32, bf16, i8 };
 
 constexpr int64_t element_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::bf16 ? 2 : 1; }
@@ -90,6 +84,14 @@ struct KVView {
 // Attention goes through positions in stretches of this many: what a stretch adds is worked out on its own, and then
 // added up stretch by stretch. So stretches can be shared out among threads, and every row still has one fixed order.
 constexpr int64_t kStretch = 64;
+
+// A row of attention: it sees the slots list[begin .. end). A slot's place in the list is its position.
+struct SeenRow {
+  const int32_t* list;
+  int64_t begin, end;
+  int64_t first_stretch() const { return begin / kStretch; }
+  int64_t end_stretch() const { return (end + kStretch - 1) / kStretch; }
+};
 
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 

@@ -41,7 +41,12 @@ void run_norm(Context& context, const float* x, const float* weight, float eps, 
 void run_embed(Context& context, const Weight& table, const int64_t* ids, int64_t rows, float* y);
 // Angles in fp32, as the reference takes them; cosine and sine of each in double, so that they are the same everywhere.
 void run_rope_table(Context& context, const float* inv_freq, int64_t half, double scale, const int64_t* positions, int64_t rows, float* cos, float* sin);
-// One decoder layer, x [rows, hidden] -> y; cos and sin are [rows, head_dim / 2].
-void run_layer(Context& context, const Layer& layer, Plan& plan, const KVView& kv, const float* cos, const float* sin, const float* x, float* y);
+// Decoder layers one after the other, x [rows, hidden] -> y, in one region of the threads; cos and sin are
+// [rows, head_dim / 2]. x and y must differ; all layers have one hidden width.
+struct LayerOn {
+  const Layer* layer;
+  const KVView* kv;
+};
+void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan, const float* cos, const float* sin, const float* x, float* y);
 
 }  // namespace outrider

@@ -21,12 +21,11 @@ Plan::Plan(const BatchView& b)
       cu_rows_(b.cu_rows),
       kv_len_(b.kv_len),
       tail_start_(b.tail_start),
-      width_(b.ancestors ? b.words : 0),
-      tail_positions_(b.tail_positions) {
+      width_(b.ancestors ? b.words : 0) {
   const auto n_seqs = static_cast<size_t>(b.seqs);
   require(b.block_size > 0, "block_size must be positive");
-  require(kv_len_.size() == n_seqs && tail_start_.size() == n_seqs && tail_positions_.size() == n_seqs && cu_rows_.size() == n_seqs + 1,
-          "kv_len, tail_start, tail_positions, cu_rows and block_tables differ in the number of sequences");
+  require(kv_len_.size() == n_seqs && tail_start_.size() == n_seqs && cu_rows_.size() == n_seqs + 1,
+          "kv_len, tail_start, cu_rows and block_tables differ in the number of sequences");
   require(cu_rows_.front() == 0 && cu_rows_.back() == b.rows, "cu_rows must run from 0 to the number of rows");
   for (int64_t slot : slots_) {
     require(slot >= 0 && slot < INT32_MAX, "a slot is out of range");
@@ -39,7 +38,6 @@ Plan::Plan(const BatchView& b)
     require(length <= b.table_width * b.block_size, "kv_len is more than the block table holds");
     if (b.ancestors) {
       require(tail_start_[s] >= 0 && tail_start_[s] <= length, "tail_start must lie within kv_len");
-      require(static_cast<int64_t>(tail_positions_[s].size()) == length - tail_start_[s], "tail_positions must reach from tail_start to kv_len");
     }
     std::vector<int32_t> list(static_cast<size_t>(length));
     const int64_t* table = b.block_tables + static_cast<int64_t>(s) * b.table_width;
@@ -67,8 +65,7 @@ const Plan::Seen& Plan::seen(int64_t window) {
       if (!width_ || own < tail_start_[s]) {
         made.rows.push_back({list.data(), std::min(from, own + 1), own + 1});
       } else {
-        std::vector<int32_t> mine;
-        mine.assign(list.begin(), list.begin() + tail_start_[s]);
+        std::vector<int32_t> mine(list.begin(), list.begin() + tail_start_[s]);  // an ancestor's place is its depth
         const int64_t* words = words_.data() + row * width_;
         for (int64_t i = tail_start_[s], bit = 0; i <= own && bit < 64 * width_; i++, bit++) {
           const bool ancestor = static_cast<uint64_t>(words[bit / 64]) >> (bit % 64) & 1;
@@ -80,16 +77,19 @@ const Plan::Seen& Plan::seen(int64_t window) {
       if (made.rows.back().begin >= made.rows.back().end) throw std::invalid_argument("batch: a row sees no slot at all");
     }
   }
-  for (int64_t r = 0; r < this->rows();) {
-    const SeenRow& first = made.rows[static_cast<size_t>(r)];
-    RowTile tile = {r, 0, first.begin / kStretch, 0};
-    for (; r < this->rows() && tile.count < kTileRows && made.rows[static_cast<size_t>(r)].list == first.list; r++) {
-      const SeenRow& row = made.rows[static_cast<size_t>(r)];
-      tile.from = std::min(tile.from, row.begin / kStretch);
-      tile.to = std::max(tile.to, (row.end + kStretch - 1) / kStretch);
-      tile.count++;
+  for (size_t s = 0; s < lists_.size(); s++) {
+    for (int64_t first = cu_rows_[s]; first < cu_rows_[s + 1]; first += kTileRows) {
+      RowTile tile = {first, std::min(kTileRows, cu_rows_[s + 1] - first), INT64_MAX, 0, 0};
+      bool one_list = true;
+      for (int64_t r = first; r < first + tile.count; r++) {
+        const SeenRow& row = made.rows[static_cast<size_t>(r)];
+        tile.from = std::min(tile.from, row.first_stretch());
+        tile.to = std::max(tile.to, row.end_stretch());
+        one_list = one_list && row.list == made.rows[static_cast<size_t>(first)].list;
+      }
+      tile.common = one_list ? tile.to : tail_start_[s] / kStretch;
+      made.tiles.push_back(tile);
     }
-    made.tiles.push_back(tile);
   }
   return seen_.emplace(window, std::move(made)).first->second;
 }

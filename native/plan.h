@@ -14,12 +14,12 @@ struct BatchView {
   int64_t rows, seqs, table_width, words, block_size;
   const int64_t *positions, *slots, *block_tables, *ancestors;  // ancestors may be null
   std::vector<int64_t> cu_rows, kv_len, tail_start;
-  std::vector<std::vector<int64_t>> tail_positions;
 };
 
-// Consecutive rows with one list that are attended together, and the stretches that any of them sees.
+// Consecutive rows of one sequence that are attended together, and the stretches from .. to that any of them sees. In
+// those below `common` all rows have the same slots.
 struct RowTile {
-  int64_t first, count, from, to;
+  int64_t first, count, from, to, common;
 };
 
 class Plan {
@@ -43,7 +43,6 @@ class Plan {
   int64_t max_slot_ = 0;
   std::vector<int64_t> slots_, positions_, cu_rows_, kv_len_, tail_start_, words_;
   int64_t width_ = 0;  // ancestor words of a row
-  std::vector<std::vector<int64_t>> tail_positions_;
   std::vector<std::vector<int32_t>> lists_;  // physical slots of each sequence, in logical order
   std::map<int64_t, Seen> seen_;
 };

@@ -18,6 +18,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 _MUL_1 = 0xBF58476D1CE4E5B9
 _MUL_2 = 0x94D049BB133111EB
 _TO_UNIT = 2.0**-53
+_CHUNK = 16384  # tokens hashed at a time, so that they stay in the cache
 
 
 class Stream(IntEnum):
@@ -49,15 +50,31 @@ def uniform(seed: int, *counters: int) -> float:
     return (bits(seed, *counters) >> 11) * _TO_UNIT
 
 
-def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Standard Gumbel noise f64[K] of the tokens ``ids`` i64[K] at ``position``: the same for whoever asks."""
+def token_uniforms(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """A number in (0, 1) for each of the tokens ``ids`` i64[K] at ``position``, f64[K]: the same for whoever asks."""
     golden, mul_1, mul_2 = np.uint64(_GOLDEN), np.uint64(_MUL_1), np.uint64(_MUL_2)
-    x = np.uint64(bits(seed, int(Stream.NOISE), position)) ^ (ids.astype(np.uint64) * golden + mul_1)
-    x = (x ^ (x >> np.uint64(30))) * mul_1
-    x = (x ^ (x >> np.uint64(27))) * mul_2
-    x = x ^ (x >> np.uint64(31))
-    u = ((x >> np.uint64(11)).astype(np.float64) + 0.5) * _TO_UNIT
-    noise: NDArray[np.float64] = -np.log(-np.log(u))
+    key = np.uint64(bits(seed, int(Stream.NOISE), position))
+    u = np.empty(len(ids))
+    for start in range(0, len(ids), _CHUNK):
+        x = ids[start : start + _CHUNK].astype(np.uint64)
+        x *= golden
+        x += mul_1
+        x ^= key
+        x ^= x >> np.uint64(30)
+        x *= mul_1
+        x ^= x >> np.uint64(27)
+        x *= mul_2
+        x ^= x >> np.uint64(31)
+        x >>= np.uint64(11)
+        u[start : start + _CHUNK] = x
+    u += 0.5
+    u *= _TO_UNIT
+    return u
+
+
+def gumbel(seed: int, position: int, ids: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Standard Gumbel noise f64[K] made of ``token_uniforms``."""
+    noise: NDArray[np.float64] = -np.log(-np.log(token_uniforms(seed, position, ids)))
     return noise
 
 

@@ -126,7 +126,7 @@ class Batch:
     tail_start: tuple[int, ...]  # [B] first draft slot
     ancestors: torch.Tensor | None  # i64[N,W] bit masks; None when every draft is a chain (plain causal)
     tail_positions: tuple[tuple[int, ...], ...]  # [B] positions of the slots tail_start .. kv_len - 1
-    logit_rows: torch.Tensor  # i64[M] rows whose logits are wanted
+    logit_rows: torch.Tensor  # i64[M] rows whose logits are wanted, ascending
     block_size: int
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from outrider.core.types import FinishReason, Sequence
 from outrider.models.detokenizer import Detokenizer
+from outrider.sampling.history import History
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.sampler import Sampler
 
@@ -85,6 +86,7 @@ class Answer:
     def __init__(self, seq: Sequence, sampler: Sampler, detokenizer: Detokenizer | None, eos_ids: tuple[int, ...]):
         self.seq = seq
         self.sampler = sampler
+        self.history = History(seq.tokens, seq.n_prompt)
         self.stats = SpecStats()
         self.logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None

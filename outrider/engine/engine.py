@@ -253,8 +253,7 @@ class Engine:
             return None
         seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
         try:
-            prompt, output = (seq.prompt_ids, seq.output_ids) if answer.sampler.needs_history else ((), ())
-            rows = NodeRows(answer.sampler, logits, prompt, output, span.draft)
+            rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
             return verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method)
         except Exception as error:  # a custom processor may raise anything
             answer.end(FinishReason.ERROR, str(error) or type(error).__name__)

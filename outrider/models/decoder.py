@@ -15,7 +15,7 @@ from outrider.core.types import Batch, ForwardOut
 from outrider.models.config import ModelConfig
 from outrider.models.rope import rope_frequencies
 from outrider.models.source import TensorSource
-from outrider.ops.contract import LayerKV, LayerShape, LayerWeights, Ops, StoredMatrix, Weight
+from outrider.ops.contract import LayerKV, LayerShape, LayerStack, LayerWeights, Ops, StoredMatrix, Weight
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -183,26 +183,49 @@ class Decoder:
         weights += [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
         return sum({id(weight): weight.nbytes for weight in weights if weight is not None}.values())
 
-    @torch.inference_mode()
+    def stacks(self, kv: Sequence[LayerKV], feature_layers: tuple[int, ...] = ()) -> tuple[LayerStack, ...]:
+        """The layers over ``kv`` (one entry a layer), cut after each of ``feature_layers``: what ``run`` takes.
+
+        Raises ValueError for a layer that the model does not have.
+        """
+        n = len(self.layers)
+        if not all(0 <= layer < n for layer in feature_layers):
+            raise ValueError(f"feature_layers is {feature_layers}; allowed are 0 to {n - 1}")
+        ends = sorted({*(layer + 1 for layer in feature_layers), n})
+        parts = [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
+        return tuple(LayerStack(self.layers[part], self.shapes[part], tuple(kv[part])) for part in parts)
+
     def forward(self, batch: Batch, kv: Sequence[LayerKV], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """One pass over the rows of ``batch``: writes their KV into ``kv`` (one entry a layer), returns logits [M,V].
 
         ``features`` [N,F] are the hidden states after the layers ``feature_layers`` (0 = after the first layer, before
         any final norm), side by side in the order given.
         """
+        return self.run(batch, self.stacks(kv, feature_layers), feature_layers)
+
+    @torch.inference_mode()
+    def run(self, batch: Batch, stacks: Sequence[LayerStack], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
+        """``forward`` over ``stacks(kv, feature_layers)`` that were made before."""
         x = self.ops.embed(self.embedding, batch.ids)
         rope = self.ops.rope_table(self.inv_freq, self.rope_scale, batch.positions)
-        after: dict[int, torch.Tensor] = {}
-        for layer, (weights, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
-            x = self.ops.decoder_layer(x, weights, shape, rope, kv[layer], batch)
-            if layer in feature_layers:
-                after[layer] = x
-        features = torch.cat([after[layer] for layer in feature_layers], dim=-1) if feature_layers else None
-        return ForwardOut(self.logits(x[batch.logit_rows]), features)
+        after: list[torch.Tensor] = []
+        for stack in stacks:
+            x = self.ops.decoder_layers(x, stack, rope, batch)
+            after.append(x)
+        features = None
+        if feature_layers:
+            order = sorted(set(feature_layers))
+            features = torch.cat([after[order.index(layer)] for layer in feature_layers], dim=-1)
+        # Rows are taken once each and in order: as many as there are means all of them.
+        wanted = x if len(batch.logit_rows) == batch.n_rows else x.index_select(0, batch.logit_rows)
+        return ForwardOut(self._logits(wanted), features)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output head on hidden states [M,H] of the last layer: [M,V]."""
+        return self._logits(hidden)
+
+    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
 
 

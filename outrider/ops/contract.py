@@ -1,4 +1,4 @@
-"""The contract of the numeric operations: one call per decoder layer, so that an implementation can fuse what it likes.
+"""The contract of the numeric operations: whole decoder layers, so that an implementation can fuse what it likes.
 
 Two implementations: ``reference`` (torch: any device, any dtype) and ``native`` (C++, CPU). Both work on the same flat
 rows, the same paged KV and the same masks.
@@ -123,6 +123,15 @@ class LayerShape:
     window: int | None
 
 
+@dataclass(frozen=True, eq=False)
+class LayerStack:
+    """One or more layers in order, each with its KV: made once, so that an implementation gets them ready once."""
+
+    layers: Sequence[LayerWeights]
+    shapes: Sequence[LayerShape]
+    kv: Sequence[LayerKV]
+
+
 class Ops(Protocol):
     """Operations on flat rows; N rows, H hidden width."""
 
@@ -157,6 +166,15 @@ class Ops(Protocol):
         batch: Batch,
     ) -> torch.Tensor:
         """One whole layer on ``x`` [N,H]: writes this pass's KV at ``batch.slots``, attends, returns [N,H]."""
+
+    def decoder_layers(
+        self,
+        x: torch.Tensor,
+        stack: LayerStack,
+        rope: Sequence[torch.Tensor],
+        batch: Batch,
+    ) -> torch.Tensor:
+        """The same for all layers of ``stack``, one after the other: a chance to save what a call costs."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x / rms(x) * weight, row by row."""

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 
 from outrider.core.errors import SettingError
 from outrider.core.types import Batch
-from outrider.ops.contract import KV_GROUP, Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
+from outrider.ops.contract import (
+    KV_GROUP,
+    Int8Weight,
+    LayerKV,
+    LayerShape,
+    LayerStack,
+    LayerWeights,
+    StoredMatrix,
+    Weight,
+)
 
 Index = slice | torch.Tensor
 
@@ -30,7 +39,8 @@ def quantize_kv(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     A vector's codes depend on nothing but itself: whichever pass writes a slot, and with whom, it holds the same bits.
     """
     dim = x.shape[-1]
-    groups = F.pad(x.float(), (0, -dim % KV_GROUP)).unflatten(-1, (-1, KV_GROUP))
+    padded = F.pad(x.float(), (0, -dim % KV_GROUP))
+    groups = padded.view(*x.shape[:-1], -1, KV_GROUP)
     most = groups.abs().amax(-1, keepdim=True)
     nothing = most < 1e-30  # 127 / most would overflow
     per_code, codes_per = most / 127.0, torch.full_like(most, 127.0) / most
@@ -104,6 +114,17 @@ class ReferenceOps:
         h = self.rms_norm(x, w.post_norm, eps)
         h = F.silu(self.linear(h, w.gate, w.gate_bias)) * self.linear(h, w.up, w.up_bias)
         return x + self.linear(h, w.down, w.down_bias)
+
+    def decoder_layers(
+        self,
+        x: torch.Tensor,
+        stack: LayerStack,
+        rope: Sequence[torch.Tensor],
+        batch: Batch,
+    ) -> torch.Tensor:
+        for weights, shape, kv in zip(stack.layers, stack.shapes, stack.kv, strict=True):
+            x = self.decoder_layer(x, weights, shape, rope, kv, batch)
+        return x
 
     def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
         """Attention of ``q`` [N, heads, dim] over the paged KV: [N, heads * dim]."""

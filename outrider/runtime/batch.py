@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from outrider.core.types import Batch, Span
@@ -41,16 +42,16 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     widest = max(len(span.seq.blocks) for span in spans)
     tables = [span.seq.blocks + [0] * (widest - len(span.seq.blocks)) for span in spans]
     return Batch(
-        ids=torch.tensor(ids, dtype=torch.int64, device=device),
-        positions=torch.tensor(positions, dtype=torch.int64, device=device),
-        slots=torch.tensor(slots, dtype=torch.int64, device=device),
+        ids=_tensor(ids, device),
+        positions=_tensor(positions, device),
+        slots=_tensor(slots, device),
         cu_rows=tuple(cu_rows),
         kv_len=tuple(kv_len),
-        block_tables=torch.tensor(tables, dtype=torch.int64, device=device),
+        block_tables=_tensor(tables, device),
         tail_start=tuple(span.end for span in spans),
         ancestors=_ancestors(spans, device),
         tail_positions=tuple(tail_positions),
-        logit_rows=torch.tensor(logit_rows, dtype=torch.int64, device=device),
+        logit_rows=_tensor(logit_rows, device),
         block_size=block_size,
     )
 
@@ -64,4 +65,9 @@ def _ancestors(spans: Sequence[Span], device: torch.device) -> torch.Tensor | No
     for span in spans:
         rows += [[0] * words for _ in range(span.n_new)]
         rows += [row + [0] * (words - len(row)) for row in span.draft.ancestor_words()[span.done :]]
-    return torch.tensor(rows, dtype=torch.int64, device=device)
+    return _tensor(rows, device)
+
+
+def _tensor(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
+    """i64; by way of numpy, which takes a list of numbers in several times as fast."""
+    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)

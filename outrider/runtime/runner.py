@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from outrider.cache.blocks import Copy
 from outrider.core.types import ForwardOut, Span
 from outrider.models.decoder import Decoder
+from outrider.ops.contract import LayerStack
 from outrider.runtime.batch import build_batch
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 
@@ -27,11 +28,14 @@ class Runner:
         self.kv_cache_dtype = kv_cache_dtype
         dtype = pick_kv_dtype(kv_cache_dtype, decoder.dtype)
         self.pool = KVPool(decoder.config, n_blocks, block_size, dtype, decoder.device)
+        self._stacks: dict[tuple[int, ...], tuple[LayerStack, ...]] = {}  # by feature layers
 
     def forward(self, spans: Sequence[Span], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """One pass over all spans; KV of every row is written. Logits as ``build_batch`` says, span by span."""
         batch = build_batch(spans, self.block_size, self.decoder.device)
-        return self.decoder.forward(batch, self.pool.layers, feature_layers)
+        if feature_layers not in self._stacks:
+            self._stacks[feature_layers] = self.decoder.stacks(self.pool.layers, feature_layers)
+        return self.decoder.run(batch, self._stacks[feature_layers], feature_layers)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         self.pool.copy_blocks(copies)

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
+from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 
 
@@ -19,14 +20,11 @@ class NodeRows(Sequence[Dist]):
     Verification looks at few of a tree's nodes, and a row costs a pass over the vocabulary: hence lazy.
     """
 
-    def __init__(
-        self, sampler: Sampler, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int], draft: Draft
-    ) -> None:
-        """``logits`` [1+T,V]; ``output`` ends with the last committed token."""
+    def __init__(self, sampler: Sampler, logits: NDArray[np.floating], history: History, draft: Draft) -> None:
+        """``logits`` [1+T,V]; ``history`` ends with the last committed token."""
         self._sampler = sampler
         self._logits = logits
-        self._prompt = prompt
-        self._output = output
+        self._history = history
         self._draft = draft
         self._known: dict[int, Dist] = {}
 
@@ -47,5 +45,5 @@ class NodeRows(Sequence[Dist]):
     def _row(self, row: int) -> Dist:
         if row not in self._known:
             drafted = [self._draft.tokens[i] for i in self._draft.path(row - 1)]
-            self._known[row] = self._sampler.dist(self._logits[row], self._prompt, [*self._output, *drafted])
+            self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted)
         return self._known[row]

@@ -9,12 +9,15 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from outrider.core.dist import Dist
+from outrider.core.dist import Dist, all_ids
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
+from outrider.sampling.history import History
 from outrider.sampling.select import best, nucleus
 
 _LOWEST = -700.0  # log weight, relative to the best token, below which exp() leaves the normal range
+_LEAST = math.exp(_LOWEST)
+_COLDEST = 1e-300  # temperatures below it act as it does: nothing but what equals the best token has a weight
 
 
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
@@ -53,6 +56,7 @@ class Sampler:
         endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         self._endings = np.array(sorted(i for i in endings if i < vocab_size), dtype=np.int64)
         self._floor = max(math.log(params.min_p), _LOWEST) if params.min_p > 0 else _LOWEST
+        self._inverse = 1.0 / max(params.temperature, _COLDEST)
 
     def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
         """What the next token is drawn from. ``logits`` [V] stay as they are.
@@ -60,35 +64,50 @@ class Sampler:
         ``output`` holds every token after the prompt, draft tokens on the way to this node included. Raises
         SettingError when no token is left, a logit is NaN or infinite, or a processor returns a wrong shape.
         """
+        return self.dist_at(logits, History([*prompt, *output], len(prompt)))
+
+    def dist_at(self, logits: NDArray[np.floating], history: History, path: Sequence[int] = ()) -> Dist:
+        """The same after ``history`` and the draft tokens ``path``, which need not be counted anew for every row."""
         params = self.params
-        shapes = self._shapes or len(output) < params.min_tokens
-        z = self._shaped(logits, prompt, output) if shapes else logits
-        z = z[: self.n_tokens]
+        shapes = self._shapes or history.n_output(path) < params.min_tokens
+        z = (self._shaped(logits, history, path) if shapes else logits)[: self.n_tokens]
         top = int(np.argmax(z))  # the first of equals; a NaN counts as the greatest, so the next line sees it
         peak = float(z[top])
         if not math.isfinite(peak):
-            raise _no_choice(peak, f" at output position {len(output)}" if self.needs_history else "")
-        return Dist.point(top) if params.greedy else self._draw_from(z, peak)
+            raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")
+        return Dist.point(top) if params.greedy else self._draw_from(z, peak, own=shapes)
 
-    def _draw_from(self, z: NDArray[np.floating], peak: float) -> Dist:
-        """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``.
+    def _draw_from(self, z: NDArray[np.floating], peak: float, own: bool) -> Dist:
+        """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``; written over if ``own``.
 
         Top-k comes before min-p here, so that few tokens need an exponential: the outcome is the same, as both keep
         the best tokens and min-p looks only at the very best one.
         """
         params = self.params
-        ids = best(z, params.top_k) if 0 < params.top_k < len(z) else None
-        x = (z if ids is None else z[ids]).astype(np.float64)
+        ids = None
+        if 0 < params.top_k < len(z):
+            ids = best(z, params.top_k)
+        elif params.min_p > 0:
+            ids = self._near(z, peak)
+        x = (z if ids is None else z[ids]).astype(np.float64, copy=not own)
         with np.errstate(over="ignore"):  # tiny temperatures: -inf is right
             x -= peak
-            x /= params.temperature
-        keep = x >= self._floor
-        if not keep.all():
-            ids, x = _narrow(ids, x, np.flatnonzero(keep))
+            x *= self._inverse
+        if ids is not None:
+            ids, x = _narrow(ids, x, np.flatnonzero(x >= self._floor))
         weights = np.exp(x, out=x)
         if params.top_p < 1.0:
             ids, weights = _narrow(ids, weights, nucleus(weights, params.top_p))
-        return Dist.of(np.arange(len(z)) if ids is None else ids, weights)
+        if weights.min() < _LEAST:
+            ids, weights = _narrow(ids, weights, np.flatnonzero(weights >= _LEAST))
+        weights *= 1.0 / weights.sum()
+        return Dist(all_ids(len(z)) if ids is None else ids, weights)
+
+    def _near(self, z: NDArray[np.floating], peak: float) -> NDArray[np.int64]:
+        """Where ``z`` is high enough for min-p, or a trifle lower: compared as it comes, most need not be widened."""
+        depth = self._floor / self._inverse
+        with np.errstate(over="ignore"):
+            return np.flatnonzero(z >= z.dtype.type(peak + depth - 1e-6 * (abs(peak) - depth)))
 
     def _compile_forbidden(self, unused: Sequence[int]) -> NDArray[np.bool_] | None:
         """bool[V]: the tokens that may never be drawn; None when that is only the padding (which is cut off)."""
@@ -100,26 +119,24 @@ class Sampler:
         forbidden[[*params.banned_token_ids, *unused]] = True
         return forbidden
 
-    def _shaped(
-        self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]
-    ) -> NDArray[np.float64]:
+    def _shaped(self, logits: NDArray[np.floating], history: History, path: Sequence[int]) -> NDArray[np.float64]:
         """A copy f64[V] of ``logits`` with every rule before temperature applied."""
         params = self.params
         z = np.array(logits, dtype=np.float64)
         z[self.n_tokens :] = -np.inf
         if self._forbidden is not None:
-            z[self._forbidden] = -np.inf
+            np.copyto(z, -np.inf, where=self._forbidden)
         z[self._bias_ids] += self._bias
-        if len(output) < params.min_tokens:
+        if history.n_output(path) < params.min_tokens:
             z[self._endings] = -np.inf
-        if params.repetition_penalty != 1.0:
-            seen = np.array([*prompt, *output], dtype=np.int64)  # repeats do no harm: each writes the same value
-            values = z[seen]
-            z[seen] = np.where(values > 0, values / params.repetition_penalty, values * params.repetition_penalty)
-        if params.presence_penalty or params.frequency_penalty:
-            counts = np.bincount(np.array(output, dtype=np.int64))
-            at = np.flatnonzero(counts)
-            z[at] -= params.frequency_penalty * counts[at] + params.presence_penalty
+        penalty, often, once = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+        if penalty != 1.0 or often or once:
+            ids, times = history.counts(path)
+            values = z[ids]
+            if penalty != 1.0:
+                values = np.where(values > 0, values / penalty, values * penalty)
+            z[ids] = values - np.where(times > 0, often * times + once, 0.0)
+        prompt, output = (history.prompt, history.output(path)) if params.processors else ([], [])
         for i, processor in enumerate(params.processors):
             shaped = processor(prompt, output, z)
             if np.shape(shaped) != z.shape:

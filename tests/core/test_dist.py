@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from outrider.core.dist import Dist
+from outrider.core.rng import gumbel
 
 P = Dist.dense(np.array([0.5, 0.3, 0.2, 0.0]))
 Q = Dist.dense(np.array([0.1, 0.6, 0.2, 0.1]))
@@ -85,3 +86,21 @@ def test_gumbel_max_keeps_its_token_when_an_other_one_is_taken_away() -> None:
         rest = P.without((token + 1) % 3)
         assert rest is not None
         assert rest.gumbel_max(2, i) == token
+
+
+def test_large_distributions_do_as_small_ones() -> None:
+    rng = np.random.default_rng(0)
+    p, q = (Dist.dense(rng.exponential(size=5000) * (rng.random(5000) < 0.9)) for _ in range(2))
+    dense_p, dense_q = np.array(dense(p, 5000)), np.array(dense(q, 5000))
+    left = np.maximum(dense_p - dense_q, 0)
+    assert np.array(dense(p.residual(q), 5000)) == pytest.approx(left / left.sum(), abs=1e-15)
+    assert np.array(dense(p.residual(Dist.point(7)), 5000))[7] == 0
+    assert p.probs_of(np.array([4999] * 2000 + [10**6])).tolist() == [dense_p[4999]] * 2000 + [0.0]
+    edges = np.cumsum(dense_p)
+    for u in (0.0, 0.2, 0.5, 0.999, 1 - 2**-53):
+        token = p.sample(u)
+        assert edges[token] - dense_p[token] - 1e-12 <= u <= edges[token] + 1e-12
+    for i in range(20):
+        noise = gumbel(3, i, p.ids)
+        assert p.gumbel_max(3, i) == p.ids[np.argmax(np.log(p.probs) + noise)]
+    assert p.without(int(p.ids[9])).prob(int(p.ids[9])) == 0.0  # type: ignore[union-attr]

@@ -92,7 +92,6 @@ def test_bad_arguments_of_a_layer_raise() -> None:
         {"ancestors": torch.zeros(2, 1, dtype=torch.int64)},
         {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (9,)},
         {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (-1,)},
-        {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (1,)},
         {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (0,), "tail_positions": ((0, 1, 2),)},
     ):
         wrong(batch=dataclasses.replace(batch, **changes))

@@ -9,6 +9,7 @@ import pytest
 
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams
+from outrider.sampling.history import History
 from outrider.sampling.rows import NodeRows
 from outrider.sampling.sampler import Sampler
 
@@ -26,7 +27,7 @@ def test_every_row_sees_prompt_output_and_its_own_path_each_once() -> None:
 
     params = SamplingParams(presence_penalty=0.7, frequency_penalty=0.7, repetition_penalty=1.2, processors=(note,))
     sampler = Sampler(params, 8)
-    rows = NodeRows(sampler, LOGITS, [1, 2], [3, 3], TREE)
+    rows = NodeRows(sampler, LOGITS, History([1, 2, 3, 3], 2), TREE)
     laws = list(rows)
     histories = [[3, 3], [3, 3, 4], [3, 3, 5], [3, 3, 4, 6], [3, 3, 4, 6, 5]]
     assert seen == [([1, 2], h) for h in histories]
@@ -43,7 +44,7 @@ def test_rows_are_lazy_and_remembered() -> None:
         asked.append(len(output))
         return logits
 
-    rows = NodeRows(Sampler(SamplingParams(processors=(note,)), 8), LOGITS, [1], [2], TREE)
+    rows = NodeRows(Sampler(SamplingParams(processors=(note,)), 8), LOGITS, History([1, 2], 1), TREE)
     assert asked == []
     assert rows[3] is rows[3]
     assert rows[-1] is rows[4]

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from outrider.core.dist import Dist
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
+from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler, check_token_ids
 from tests.sampling.dense_reference import dense_law
 
@@ -284,3 +285,51 @@ def test_a_large_vocabulary_gives_the_same_law_in_float32() -> None:
     n = int((np.cumsum(weights) < 0.9).sum()) + 1
     assert dist.ids.tolist() == sorted(order[:n].tolist())
     assert dist.prob(int(order[0])) == pytest.approx(weights[0] / weights[:n].sum(), rel=1e-12)
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.9, 1 - 1e-16])
+@pytest.mark.parametrize("scale", [0.01, 1.0, 6.0])
+def test_a_nucleus_of_a_large_vocabulary_is_the_sorted_ones(top_p: float, scale: float) -> None:
+    z = (np.random.default_rng(3).gumbel(size=30_000) * scale).astype(np.float32)
+    z[::3] = -np.inf
+    dist = Sampler(SamplingParams(top_p=top_p), len(z)).dist(z, [], [])
+    order = np.argsort(-z, kind="stable")
+    weights = np.exp(z[order].astype(float) - float(z.max()))
+    weights = weights[weights > 0] / weights.sum()
+    n = int((np.cumsum(weights) < top_p).sum()) + 1
+    assert top_p > 0.99 or len(dist.ids) == n
+    assert weights[: len(dist.ids)].sum() >= top_p - 1e-12
+    assert dist.ids.tolist() == sorted(order[: len(dist.ids)].tolist())
+    assert (dist.probs > 0).all()
+
+
+def test_min_p_of_a_large_vocabulary_and_banned_tokens() -> None:
+    z = (np.random.default_rng(4).normal(size=20_000) * 3 + 500).astype(np.float32)
+    best = float(z.max())
+    dist = Sampler(SamplingParams(min_p=0.01, temperature=0.7), len(z)).dist(z, [], [])
+    assert dist.ids.tolist() == np.flatnonzero((z.astype(float) - best) / 0.7 >= math.log(0.01)).tolist()
+    banned = (0, 5, int(z.argmax()))
+    left = np.delete(np.arange(len(z)), banned)
+    for params in (SamplingParams(banned_token_ids=banned), SamplingParams(banned_token_ids=banned, top_p=0.999999)):
+        dist = Sampler(params, len(z)).dist(z, [], [])
+        assert np.isin(dist.ids, left).all()
+        assert dist.probs.sum() == pytest.approx(1.0, abs=1e-12)
+        assert (len(dist.ids) == len(left)) == (params.top_p == 1.0)
+
+
+def test_counts_that_grew_with_the_answer_give_the_same_law_as_counting_anew() -> None:
+    rng = np.random.default_rng(5)
+    tokens = rng.integers(0, 300, 150).tolist()
+    history, z = History(tokens, 100), rng.normal(size=300).astype(np.float32)
+    params = SamplingParams(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.7)
+    sampler = Sampler(params, 300)
+    for _ in range(30):
+        for path in ([], [7], [7, 7, 299], tokens[-2:]):
+            grown, anew = sampler.dist_at(z, history, path), sampler.dist(z, tokens[:100], tokens[100:] + path)
+            assert grown.ids.tolist() == anew.ids.tolist()
+            assert grown.probs.tolist() == anew.probs.tolist()
+        tokens += rng.integers(0, 300, 3).tolist()
+    ids, times = history.counts([1, 1])
+    assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == {
+        i: float([*tokens[100:], 1, 1].count(i)) for i in {*tokens, 1}
+    }

@@ -27,6 +27,7 @@ from outrider.models.load import LoadedModel, load_model
 from outrider.ops.reference import ReferenceOps
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
+from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Needs, Proposer
@@ -78,6 +79,7 @@ class _Follower:
 
     valid: int  # tokens whose KV is right
     sampler: Sampler
+    history: History
     tail: list[int] = field(default_factory=list)  # draft tokens whose KV stands behind these
 
     def catch_up(self, tokens: Sequence[int]) -> None:
@@ -158,7 +160,9 @@ class TwoModels(Proposer):
         if len(seq) > self.max_len:
             return _Growing(span, reason=f"the draft model's context of {self.max_len} tokens is full")
         if seq.id not in self._followers:
-            self._followers[seq.id] = _Follower(self._known_prefix(seq), self._sampler(seq))
+            self._followers[seq.id] = _Follower(
+                self._known_prefix(seq), self._sampler(seq), History(seq.tokens, seq.n_prompt)
+            )
         follower = self._followers[seq.id]
         before = follower.valid
         follower.catch_up(seq.tokens)
@@ -218,14 +222,13 @@ class TwoModels(Proposer):
 
     def _add_level(self, g: _Growing, logits: NDArray[np.floating]) -> None:
         """Gives each node of the newest level its children; ``logits`` has a row for each of these nodes."""
-        seq, sampler = g.span.seq, self._followers[g.span.seq.id].sampler
-        prompt, output = (seq.prompt_ids, seq.output_ids) if sampler.needs_history else ((), ())
+        seq, follower = g.span.seq, self._followers[g.span.seq.id]
         first = len(g.tokens)
         for node, row in zip(g.level, logits, strict=True):
             path = g.path(node)
             width = min(self._width(len(path)), g.span.budget - len(g.tokens))
             try:
-                dist = sampler.dist(row, prompt, [*output, *path])
+                dist = follower.sampler.dist_at(row, follower.history, path)
             except Exception:  # the target will meet the same rule, and say so
                 g.reason = "a rule of the request cannot be applied to the draft model"
                 break

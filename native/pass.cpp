@@ -1,0 +1,304 @@
+// Decoder layers: what the threads do together, phase by phase.
+#include <cmath>
+#include <functional>
+
+#include "share.h"
+
+namespace outrider {
+namespace {
+
+// Rows that go through a layer at a time: what they need between two phases stays in the cache.
+constexpr int64_t kPanel = 128;
+
+// Blocks `range` of several weights taken as one.
+struct Product {
+  const Linear* linear;
+  float* y;
+};
+
+void multiply(const Kernels& kernels, const Acts& a, std::initializer_list<Product> products, Range range, bool add = false) {
+  int64_t before = 0;
+  for (const Product& p : products) {
+    const Weight& w = *p.linear->weight;
+    const int64_t from = std::max<int64_t>(range.from - before, 0), to = std::min(range.to - before, w.blocks());
+    if (from < to) kernels.linear(w.view(), a, from, to, p.y, w.n(), p.linear->bias.empty() ? nullptr : p.linear->bias.data(), add);
+    before += w.blocks();
+  }
+}
+
+// Asks for the first bytes of a share of blocks while there is other work: each phase is so short that the start of its
+// weights would otherwise cost as much as all the rest.
+void warm(std::initializer_list<const Linear*> linears, Range range) {
+  constexpr int64_t most = 32 * 1024;
+  for (const Linear* linear : linears) {
+    const Weight& w = *linear->weight;
+    if (range.from < w.blocks() && range.from < range.to) {
+      const int64_t bytes = block_bytes(w.format(), w.k());
+      const uint8_t* p = w.view().data + range.from * bytes;
+      const int64_t size = std::min(most, (std::min(range.to, w.blocks()) - range.from) * bytes);
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i, 0, 2);
+      return;
+    }
+    range = {range.from - w.blocks(), range.to - w.blocks()};
+  }
+}
+
+// One layer's pass over one panel of rows. Each method is one phase, done together; barriers lie between them.
+struct Pass {
+  Context& context;
+  const Layer& layer;
+  const Plan& plan;
+  const Plan::Seen& seen;
+  const KVView& kv;
+  const float *cos, *sin, *x;  // of the panel's first row
+  float* y;
+  int threads;
+  int64_t first, rows;  // the panel
+  const RowTile* tiles;
+  int64_t n_tiles;
+  int64_t hidden, q_width, kv_width, ffn, padded, shared;  // `shared`: query heads that share a KV head
+  int64_t states = 0;  // queries whose states are kept; 0: each task gathers its own
+  int64_t scratch_floats = 0;  // of one thread
+  Acts acts{}, inner{};
+  float *normed = nullptr, *q = nullptr, *k = nullptr, *v = nullptr, *turned = nullptr, *mixed = nullptr;
+  float *gate = nullptr, *up = nullptr, *state = nullptr, *scratch = nullptr;
+
+  const Kernels& kernels() const { return *context.kernels; }
+
+  // Few rows: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
+  // Who does what changes no bits.
+  void plan_attention() {
+    const bool apart = n_tiles * layer.kv_heads < 4 * threads;
+    int64_t most = 0;
+    for (int64_t i = 0; i < n_tiles; i++) {
+      most = std::max(most, tiles[i].count * shared);
+      if (apart) states += (tiles[i].to - tiles[i].from) * tiles[i].count * layer.heads;
+    }
+    scratch_floats = round_up(attend_scratch(most, padded) + (apart ? 0 : 2 * most * state_floats(padded)), kLanes);
+  }
+
+  int64_t cut(uint8_t* memory) {
+    Cutter cutter(memory);
+    acts = cut_acts(cutter, rows, std::max(hidden, q_width) / kGroup * kGroup);
+    inner = cut_acts(cutter, rows, ffn / kGroup * kGroup);
+    normed = cutter.take<float>(rows * hidden);
+    q = cutter.take<float>(rows * q_width);
+    k = cutter.take<float>(rows * kv_width);
+    v = cutter.take<float>(rows * kv_width);
+    turned = cutter.take<float>(rows * layer.heads * padded);
+    mixed = cutter.take<float>(rows * q_width);
+    gate = cutter.take<float>(rows * ffn);
+    up = cutter.take<float>(rows * ffn);
+    state = cutter.take<float>(states * state_floats(padded));
+    scratch = cutter.take<float>(scratch_floats * threads);
+    return cutter.used();
+  }
+
+  void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize) {
+    const Acts a = with(acts, normed, hidden);
+    const Range mine = share(rows, thread, threads);
+    for (int64_t r = mine.from; r < mine.to; r++) {
+      kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, normed + r * hidden);
+      if (quantize) quantize_row(kernels(), a, r, 0, hidden);
+    }
+  }
+
+  // Rotary embedding of queries and keys, KV writes: one head of one row is one piece of work.
+  void rotate_and_store(int thread) {
+    const int64_t heads = layer.heads, kv_heads = layer.kv_heads, dim = layer.head_dim, pieces = heads + kv_heads;
+    const float root = 1.0f / std::sqrt(static_cast<float>(dim));
+    const float* q_norm = layer.q_norm.empty() ? nullptr : layer.q_norm.data();
+    const float* k_norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
+    const Range mine = share(rows * pieces, thread, threads);
+    for (int64_t i = mine.from; i < mine.to; i++) {
+      const int64_t row = i / pieces, piece = i % pieces, h = piece - heads;
+      const float *c = cos + row * (dim / 2), *s = sin + row * (dim / 2);
+      if (h < 0) {
+        float* to = turned + (row * heads + piece) * padded;
+        kernels().rotate(q + (row * heads + piece) * dim, q_norm, layer.eps, c, s, dim, root, to);
+        std::fill(to + dim, to + padded, 0.0f);
+        continue;
+      }
+      float *key = k + (row * kv_heads + h) * dim, *value = v + (row * kv_heads + h) * dim;
+      const int64_t at = h * kv.slots + plan.slots()[first + row];
+      kernels().rotate(key, k_norm, layer.eps, c, s, dim, 1.0f, key);
+      kernels().store_kv(key, kv, kv.k, at);
+      kernels().store_kv(value, kv, kv.v, at);
+    }
+  }
+
+  AttendTask task(const RowTile& tile, int64_t kv_head, int64_t row, int64_t n_rows, int64_t stretch, float* to, int thread) const {
+    const float* query = turned + ((row - first) * layer.heads + kv_head * shared) * padded;
+    to += (row - tile.first) * shared * state_floats(padded);
+    return {&seen.rows[static_cast<size_t>(row)], n_rows, shared, query, layer.heads * padded, padded, kv, kv_head, stretch, to, scratch + thread * scratch_floats};
+  }
+
+  // One stretch of a tile; behind the slots that all its rows see, each row has a list of its own.
+  void attend_stretch(const RowTile& tile, int64_t kv_head, int64_t stretch, float* to, int thread) const {
+    if (stretch < tile.common) return kernels().attend(task(tile, kv_head, tile.first, tile.count, stretch, to, thread));
+    for (int64_t row = tile.first; row < tile.first + tile.count; row++) {
+      const SeenRow& r = seen.rows[static_cast<size_t>(row)];
+      if (stretch >= r.first_stretch() && stretch < r.end_stretch()) kernels().attend(task(tile, kv_head, row, 1, stretch, to, thread));
+    }
+  }
+
+  // All stretches of a tile, added up as they come.
+  void attend_tile(const RowTile& tile, int64_t kv_head, int thread) const {
+    const int64_t size = state_floats(padded), queries = tile.count * shared;
+    float* sums = scratch + thread * scratch_floats + attend_scratch(queries, padded);
+    float* fresh = sums + queries * size;
+    for (int64_t stretch = tile.from; stretch < tile.to; stretch++) {
+      attend_stretch(tile, kv_head, stretch, fresh, thread);
+      for (int64_t i = 0; i < queries; i++) {
+        const SeenRow& row = seen.rows[static_cast<size_t>(tile.first + i / shared)];
+        if (stretch == row.first_stretch()) {
+          std::copy(fresh + i * size, fresh + (i + 1) * size, sums + i * size);
+        } else if (stretch > row.first_stretch() && stretch < row.end_stretch()) {
+          kernels().merge(sums + i * size, fresh + i * size, padded);
+        }
+      }
+    }
+    for (int64_t i = 0; i < queries; i++) finish(sums + i * size, tile.first + i / shared, kv_head * shared + i % shared);
+  }
+
+  void finish(const float* of, int64_t row, int64_t head) const {
+    kernels().finish(of, padded, layer.head_dim, mixed + (row - first) * q_width + head * layer.head_dim);
+  }
+
+  void attend(int thread) {
+    const int64_t size = state_floats(padded);
+    int64_t before = 0, task = context.pool.next();  // tasks and queries of the tiles before
+    float* to = state;
+    for (int64_t i = 0; i < n_tiles; i++) {
+      const RowTile& tile = tiles[i];
+      const int64_t tasks = layer.kv_heads * (states ? tile.to - tile.from : 1), queries = tile.count * shared;
+      for (; task < before + tasks; task = context.pool.next()) {
+        const int64_t kv_head = (task - before) % layer.kv_heads, stretch = (task - before) / layer.kv_heads;
+        if (states) {
+          attend_stretch(tile, kv_head, tile.from + stretch, to + (task - before) * queries * size, thread);
+        } else {
+          attend_tile(tile, kv_head, thread);
+        }
+      }
+      before += tasks;
+      if (states) to += tasks * queries * size;
+    }
+  }
+
+  // Adds up what was worked out apart, and makes the rows ready for the output projection.
+  void gather(int thread, bool quantize) {
+    const int64_t size = state_floats(padded);
+    const Acts a = with(acts, mixed, q_width);
+    const Range mine = share(rows, thread, threads);
+    float* from = state;
+    for (int64_t i = 0; states && i < n_tiles; i++) {
+      const RowTile& tile = tiles[i];
+      const int64_t queries = tile.count * shared;
+      for (int64_t row = std::max(tile.first, first + mine.from); row < std::min(tile.first + tile.count, first + mine.to); row++) {
+        const SeenRow& r = seen.rows[static_cast<size_t>(row)];
+        for (int64_t head = 0; head < layer.heads; head++) {
+          const auto of = [&](int64_t stretch) {
+            const int64_t task = (stretch - tile.from) * layer.kv_heads + head / shared;
+            return from + (task * queries + (row - tile.first) * shared + head % shared) * size;
+          };
+          float* sum = of(r.first_stretch());
+          for (int64_t s = r.first_stretch() + 1; s < r.end_stretch(); s++) kernels().merge(sum, of(s), padded);
+          finish(sum, row, head);
+        }
+      }
+      from += (tile.to - tile.from) * layer.kv_heads * queries * size;
+    }
+    for (int64_t r = mine.from; quantize && r < mine.to; r++) quantize_row(kernels(), a, r, 0, q_width);
+  }
+
+  // Gate and up projection of the same outputs, one after the other, then the gate while both are in the cache.
+  void gate_up(int thread) {
+    const Acts a = with(acts, normed, hidden), b = with(inner, gate, ffn);
+    const bool quantize = any_integer({&layer.down});
+    const int64_t unit = quantize ? kGroup / kLanes : 1;  // blocks that are not shared out
+    Range mine = share(layer.gate.weight->blocks() / unit, thread, threads);
+    mine = {mine.from * unit, mine.to * unit};
+    multiply(kernels(), a, {{&layer.gate, gate}}, mine);
+    warm({&layer.up}, mine);
+    multiply(kernels(), a, {{&layer.up, up}}, mine);
+    const int64_t from = mine.from * kLanes, to = std::min(mine.to * kLanes, ffn);
+    for (int64_t r = 0; r < rows && from < to; r++) {
+      float* g = gate + r * ffn + from;
+      kernels().silu_mul(g, up + r * ffn + from, to - from, g);
+      if (quantize) quantize_row(kernels(), b, r, from, to);
+    }
+  }
+
+  void run(int thread) {
+    const auto blocks = [](const Linear& l) { return l.weight->blocks(); };
+    Pool& pool = context.pool;
+
+    const Range in = share(blocks(layer.q) + blocks(layer.k) + blocks(layer.v), thread, threads);
+    const Range out = share(blocks(layer.o), thread, threads);
+    warm({&layer.q, &layer.k, &layer.v}, in);
+    norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}));
+    pool.barrier();
+    multiply(kernels(), with(acts, normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
+    pool.barrier();
+    warm({&layer.o}, out);
+    rotate_and_store(thread);
+    pool.barrier();
+    attend(thread);
+    pool.barrier();
+    if (states || any_integer({&layer.o})) {
+      gather(thread, any_integer({&layer.o}));
+      pool.barrier();
+    }
+    const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
+    if (x != y)
+      for (int64_t r = 0; r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
+    multiply(kernels(), with(acts, mixed, q_width), {{&layer.o, y}}, out, true);
+    pool.barrier();
+    warm({&layer.gate}, share(blocks(layer.gate), thread, threads));
+    norm(thread, y, layer.post_norm, any_integer({&layer.gate, &layer.up}));
+    pool.barrier();
+    gate_up(thread);
+    warm({&layer.down}, share(blocks(layer.down), thread, threads));
+    pool.barrier();
+    multiply(kernels(), with(inner, gate, ffn), {{&layer.down, y}}, share(blocks(layer.down), thread, threads), true);
+  }
+};
+
+}  // namespace
+
+void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan, const float* cos, const float* sin, const float* x, float* y) {
+  std::lock_guard<std::mutex> lock(context.busy);
+  std::vector<Pass> passes;
+  int64_t bytes = 0;
+  for (const LayerOn& on : layers) {
+    const Layer& layer = *on.layer;
+    const Plan::Seen& seen = plan.seen(layer.window);
+    const int64_t hidden = layer.hidden(), half = layer.head_dim / 2;
+    const float* from = passes.empty() ? x : y;  // later layers work in place
+    const RowTile *tile = seen.tiles.data(), *const last = tile + seen.tiles.size();
+    // A row sees no later one, so the panels may follow each other.
+    while (tile != last) {
+      const RowTile* const begin = tile;
+      int64_t rows = 0;
+      for (; tile != last && rows + tile->count <= kPanel; tile++) rows += tile->count;
+      const int64_t first = begin->first;
+      Pass pass{context, layer, plan, seen, *on.kv, cos + first * half, sin + first * half, from + first * hidden, y + first * hidden,
+                context.pool.threads(), first, rows, begin, tile - begin, hidden, layer.heads * layer.head_dim,
+                layer.kv_heads * layer.head_dim, layer.gate.weight->n(), round_up(layer.head_dim, kLanes), layer.heads / layer.kv_heads};
+      pass.plan_attention();
+      bytes = std::max(bytes, pass.cut(nullptr));
+      passes.push_back(pass);
+    }
+  }
+  context.scratch.grow(bytes);
+  for (Pass& pass : passes) pass.cut(context.scratch.data());
+  const auto work = [&](int thread) {
+    for (size_t i = 0; i < passes.size(); i++) {
+      if (i) context.pool.barrier();
+      passes[i].run(thread);
+    }
+  };
+  context.pool.run(std::ref(work));
+}
+
+}  // namespace outrider
