@@ -108,6 +108,9 @@ struct AttendTask {
   int64_t kv_head, stretch;
   float* states;   // [n_rows * n_heads][state_floats]; those of rows that see nothing of the stretch stay as they are
   float* scratch;  // attend_scratch() floats
+  // Keys that are needed next: asked for from memory meanwhile. None if `n_ahead` is 0.
+  const int32_t* ahead;
+  int64_t n_ahead, ahead_head;
 };
 
 inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + 2 * kStretch * padded; }
@@ -127,6 +130,7 @@ struct Kernels {
   void (*rotate)(const float* x, const float* norm, float eps, const float* cos, const float* sin, int64_t dim, float scale, float* y);
   // Into vector `i` of `half`. What is stored depends on x alone.
   void (*store_kv)(const float* x, const KVView& kv, const KVHalf& half, int64_t i);
+  void (*prefetch_kv)(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n);
   void (*attend)(const AttendTask& task);
   // Adds a later stretch's state to that of the ones before it.
   void (*merge)(float* state, const float* later, int64_t padded);

@@ -25,6 +25,19 @@ inline void widen_int8(const int8_t* from, const float* scale, int64_t dim, floa
   for (; d < dim; d++) to[d] = static_cast<float>(from[d]) * scale[d / kGroup];
 }
 
+// Asks for `n` vectors of a head from memory; those of a block are neighbours.
+void prefetch_kv(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n) {
+  for (int64_t i = 0, from; i < n;) {
+    for (from = i++; i < n && slots[i] == slots[i - 1] + 1;) i++;
+    const int64_t at = head * kv.slots + slots[from];
+    const auto *p = static_cast<const char*>(kv.vector(half, at)), *const end = p + (i - from) * kv.bytes();
+    for (; p < end; p += 64) __builtin_prefetch(p);
+    if (!half.scale) continue;
+    const float *s = kv.scale(half, at), *const last = s + (i - from) * kv.groups();
+    for (; s < last; s += 16) __builtin_prefetch(s);
+  }
+}
+
 // K or V of up to kStretch slots as pointers to padded fp32 vectors: in place where they are that already.
 struct SlotReader {
   const AttendTask& t;
@@ -36,15 +49,6 @@ struct SlotReader {
       : t(t), half(half), copy(copy), in_place(t.kv.format == KVFormat::f32 && t.padded == t.kv.dim) {}
 
   int64_t vector(int32_t slot) const { return t.kv_head * t.kv.slots + slot; }
-
-  // Asks for `n` slots from memory.
-  void prefetch(const int32_t* slots, int64_t n) const {
-    for (int64_t i = 0; i < n; i++) {
-      const auto* p = static_cast<const char*>(t.kv.vector(half, vector(slots[i])));
-      for (int64_t b = 0; b < t.kv.bytes(); b += 64) __builtin_prefetch(p + b);
-      if (half.scale) __builtin_prefetch(t.kv.scale(half, vector(slots[i])));
-    }
-  }
 
   void read(const int32_t* slots, int64_t n, const float** to) const {
     for (int64_t i = 0; i < n; i++) {
@@ -147,11 +151,10 @@ void attend(const AttendTask& t) {
   const float* at[kStretch];
   const ScoreFn score = score_kernel(pad / kLanes);
 
-  keys.prefetch(list, smaller(count, kLanes));
   for (int64_t s = 0; s < count; s += kLanes) {
     const int64_t n = smaller(count - s, kLanes);
-    if (s + kLanes < count) keys.prefetch(list + s + kLanes, smaller(count - s - kLanes, kLanes));
-    values.prefetch(list + s, n);
+    prefetch_kv(t.kv, t.kv.v, t.kv_head, list + s, n);
+    prefetch_kv(t.kv, t.kv.k, t.ahead_head, t.ahead + s, smaller(t.n_ahead - s, kLanes));
     keys.read(list + s, n, at);
     for (int64_t i = n; i < kLanes; i++) at[i] = at[0];  // computed, never looked at
     for (int64_t r = 0; r < t.n_rows; r++) {

@@ -103,6 +103,16 @@ struct Pass {
     }
   }
 
+  // Asks for the first keys of the thread's first piece of attention.
+  void warm_keys(int thread) const {
+    Cursor cursor{0, 0, state};
+    const Piece p = piece(thread, cursor);
+    if (!p.tile) return;
+    const SeenRow& row = seen.rows[static_cast<size_t>(p.tile->first)];
+    const int64_t from = std::max(row.begin, p.from * kStretch);
+    kernels().prefetch_kv(kv, kv.k, p.kv_head, row.list + from, std::min(row.end - from, kStretch));
+  }
+
   // Rotary embedding of queries and keys, KV writes: one head of one row is one piece of work.
   void rotate_and_store(int thread) {
     const int64_t heads = layer.heads, kv_heads = layer.kv_heads, dim = layer.head_dim, pieces = heads + kv_heads;
@@ -127,30 +137,70 @@ struct Pass {
     }
   }
 
-  AttendTask task(const RowTile& tile, int64_t kv_head, int64_t row, int64_t n_rows, int64_t stretch, float* to, int thread) const {
-    const float* query = turned + ((row - first) * layer.heads + kv_head * shared) * padded;
-    to += (row - tile.first) * shared * state_floats(padded);
-    return {&seen.rows[static_cast<size_t>(row)], n_rows, shared, query, layer.heads * padded, padded, kv, kv_head, stretch, to, scratch + thread * scratch_floats};
+  // A piece of attention: one tile and KV head, and one stretch or (if `states` is 0) all.
+  struct Piece {
+    const RowTile* tile;
+    int64_t kv_head, from, to;
+    float* states;  // of the stretch
+  };
+
+  // The piece number `i`, or none. Pieces are asked for in rising order; `cursor` remembers where the last one was.
+  struct Cursor {
+    int64_t tile = 0, before = 0;  // the tile, and the pieces before it
+    float* states;
+  };
+
+  Piece piece(int64_t i, Cursor& cursor) const {
+    for (; cursor.tile < n_tiles; cursor.tile++) {
+      const RowTile& tile = tiles[cursor.tile];
+      const int64_t pieces = layer.kv_heads * (states ? tile.to - tile.from : 1), at = i - cursor.before;
+      const int64_t floats = tile.count * shared * state_floats(padded);
+      if (at < pieces) {
+        const int64_t kv_head = at % layer.kv_heads, stretch = tile.from + at / layer.kv_heads;
+        return {&tile, kv_head, stretch, states ? stretch + 1 : tile.to, cursor.states + at * floats};
+      }
+      cursor.before += pieces;
+      if (states) cursor.states += pieces * floats;
+    }
+    return {nullptr, 0, 0, 0, nullptr};
+  }
+
+  // Points `task` at the keys of a stretch, to be asked for ahead.
+  void look_ahead(AttendTask& task, const RowTile& tile, int64_t kv_head, int64_t stretch) const {
+    const SeenRow& row = seen.rows[static_cast<size_t>(tile.first)];
+    task.ahead = row.list + stretch * kStretch;
+    task.n_ahead = std::min(kStretch, row.end - stretch * kStretch);
+    task.ahead_head = kv_head;
   }
 
   // One stretch of a tile; behind the slots that all its rows see, each row has a list of its own.
-  void attend_stretch(const RowTile& tile, int64_t kv_head, int64_t stretch, float* to, int thread) const {
-    if (stretch < tile.common) return kernels().attend(task(tile, kv_head, tile.first, tile.count, stretch, to, thread));
-    for (int64_t row = tile.first; row < tile.first + tile.count; row++) {
+  void attend_stretch(AttendTask task, const Piece& p, int64_t stretch, float* to) const {
+    task.stretch = stretch;
+    task.kv_head = p.kv_head;
+    const auto run = [&](int64_t row, int64_t n_rows) {
+      task.rows = &seen.rows[static_cast<size_t>(row)];
+      task.n_rows = n_rows;
+      task.q = turned + ((row - first) * layer.heads + p.kv_head * shared) * padded;
+      task.states = to + (row - p.tile->first) * shared * state_floats(padded);
+      kernels().attend(task);
+    };
+    if (stretch < p.tile->common) return run(p.tile->first, p.tile->count);
+    for (int64_t row = p.tile->first; row < p.tile->first + p.tile->count; row++) {
       const SeenRow& r = seen.rows[static_cast<size_t>(row)];
-      if (stretch >= r.first_stretch() && stretch < r.end_stretch()) kernels().attend(task(tile, kv_head, row, 1, stretch, to, thread));
+      if (stretch >= r.first_stretch() && stretch < r.end_stretch()) run(row, 1);
     }
   }
 
   // All stretches of a tile, added up as they come.
-  void attend_tile(const RowTile& tile, int64_t kv_head, int thread) const {
-    const int64_t size = state_floats(padded), queries = tile.count * shared;
-    float* sums = scratch + thread * scratch_floats + attend_scratch(queries, padded);
+  void attend_tile(AttendTask& task, const Piece& p) const {
+    const int64_t size = state_floats(padded), queries = p.tile->count * shared;
+    float* sums = task.scratch + attend_scratch(queries, padded);
     float* fresh = sums + queries * size;
-    for (int64_t stretch = tile.from; stretch < tile.to; stretch++) {
-      attend_stretch(tile, kv_head, stretch, fresh, thread);
+    for (int64_t stretch = p.from; stretch < p.to; stretch++) {
+      if (stretch + 1 < p.to) look_ahead(task, *p.tile, p.kv_head, stretch + 1);
+      attend_stretch(task, p, stretch, fresh);
       for (int64_t i = 0; i < queries; i++) {
-        const SeenRow& row = seen.rows[static_cast<size_t>(tile.first + i / shared)];
+        const SeenRow& row = seen.rows[static_cast<size_t>(p.tile->first + i / shared)];
         if (stretch == row.first_stretch()) {
           std::copy(fresh + i * size, fresh + (i + 1) * size, sums + i * size);
         } else if (stretch > row.first_stretch() && stretch < row.end_stretch()) {
@@ -158,30 +208,32 @@ struct Pass {
         }
       }
     }
-    for (int64_t i = 0; i < queries; i++) finish(sums + i * size, tile.first + i / shared, kv_head * shared + i % shared);
+    for (int64_t i = 0; i < queries; i++) finish(sums + i * size, p.tile->first + i / shared, p.kv_head * shared + i % shared);
   }
 
   void finish(const float* of, int64_t row, int64_t head) const {
     kernels().finish(of, padded, layer.head_dim, mixed + (row - first) * q_width + head * layer.head_dim);
   }
 
+  // Threads take one piece after the other, and one ahead, so that its keys are on their way.
   void attend(int thread) {
-    const int64_t size = state_floats(padded);
-    int64_t before = 0, task = context.pool.next();  // tasks and queries of the tiles before
-    float* to = state;
-    for (int64_t i = 0; i < n_tiles; i++) {
-      const RowTile& tile = tiles[i];
-      const int64_t tasks = layer.kv_heads * (states ? tile.to - tile.from : 1), queries = tile.count * shared;
-      for (; task < before + tasks; task = context.pool.next()) {
-        const int64_t kv_head = (task - before) % layer.kv_heads, stretch = (task - before) / layer.kv_heads;
-        if (states) {
-          attend_stretch(tile, kv_head, tile.from + stretch, to + (task - before) * queries * size, thread);
-        } else {
-          attend_tile(tile, kv_head, thread);
-        }
+    AttendTask task{};
+    task.n_heads = shared;
+    task.q_stride = layer.heads * padded;
+    task.padded = padded;
+    task.kv = kv;
+    task.scratch = scratch + thread * scratch_floats;
+    Cursor cursor{0, 0, state};
+    for (Piece now = piece(context.pool.next(), cursor); now.tile;) {
+      const Piece after = piece(context.pool.next(), cursor);
+      task.n_ahead = 0;
+      if (after.tile) look_ahead(task, *after.tile, after.kv_head, after.from);
+      if (states) {
+        attend_stretch(task, now, now.from, now.states);
+      } else {
+        attend_tile(task, now);
       }
-      before += tasks;
-      if (states) to += tasks * queries * size;
+      now = after;
     }
   }
 
@@ -241,6 +293,7 @@ struct Pass {
     multiply(kernels(), with(acts, normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
     pool.barrier();
     warm({&layer.o}, out);
+    warm_keys(thread);
     rotate_and_store(thread);
     pool.barrier();
     attend(thread);
