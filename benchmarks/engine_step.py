@@ -1,6 +1,6 @@
 """Where the time of an engine step goes, and what it costs beyond the native operations themselves.
 
-    python benchmarks/engine_step.py [MODEL] [--quantization int8] [--context 256] [--steps 60] [--threads 2] [--profile]
+    python benchmarks/engine_step.py [MODEL] [--quantization int8] [--context 256] [--steps 60] [--profile]
 
 Engines of several kinds step in turn over one set of weights, at ``--context`` tokens. After each step the same pass is
 done once more by the bare calls into the extension: its time is the native time. Medians, milliseconds. ``draft 7`` is
@@ -24,7 +24,8 @@ import numpy as np
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
-from outrider.core.types import Batch, Sequence as Seq, Span, StepRecord
+from outrider.core.types import Batch, Span, StepRecord
+from outrider.core.types import Sequence as Seq
 from outrider.engine.engine import Engine
 from outrider.engine.llm import build_engine
 from outrider.models.load import LoadedModel, load_model
@@ -175,10 +176,15 @@ def main() -> None:
     options = parser.parse_args()
     model = load_model(options.model, quantization=options.quantization, ops="native", threads=options.threads)
     if options.profile:
-        return profile(Kind(model, "plain", 1, options), options.steps)
-    kinds = [
-        Kind(model, *kind, options) for kind in (("plain", 1), ("plain", 8), ("draft 7", 1), ("ngram", 1), ("ngram", 8))
-    ]
+        profile(Kind(model, "plain", 1, options), options.steps)
+    else:
+        compare(model, options)
+
+
+def compare(model: LoadedModel, options: argparse.Namespace) -> None:
+    """Prints the parts of each kind's steps, and the ratios."""
+    names = (("plain", 1), ("plain", 8), ("draft 7", 1), ("ngram", 1), ("ngram", 8))
+    kinds = [Kind(model, *name, options) for name in names]
     for i in range(options.steps + 3):
         for kind in kinds:
             kind.step(keep=i >= 3)

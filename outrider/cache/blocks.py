@@ -53,10 +53,11 @@ class BlockManager:
         """
         if not self.prefix_caching:
             return
-        digest = b""
+        known = seq.digests  # a sequence that waits for room is asked about again and again
         for i in range((len(seq.tokens) - 1) // self.block_size):
-            digest = self._chain(digest, seq.tokens, i)
-            block = self._by_digest.get(digest)
+            if i == len(known):
+                known.append(self._chain(known[-1] if known else b"", seq.tokens, i))
+            block = self._by_digest.get(known[i])
             if block is None:
                 break
             self._hold(block)

@@ -15,6 +15,8 @@ from outrider.core.rng import token_uniforms
 
 _FEW = 1024  # tokens that are looked up one by one; for more a table of all is quicker
 _BLOCK = 1024  # tokens whose probabilities are added up before the one that is drawn is looked for
+_CERTAIN = np.ones(1)
+_CERTAIN.flags.writeable = False
 
 
 @lru_cache(maxsize=8)
@@ -35,7 +37,7 @@ class Dist:
     @staticmethod
     def point(token: int) -> Dist:
         """All mass on one token: a certain choice."""
-        return Dist(np.array([token], dtype=np.int64), np.ones(1))
+        return Dist(np.array([token], dtype=np.int64), _CERTAIN)
 
     @staticmethod
     def of(ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Dist:

@@ -49,6 +49,7 @@ class Sequence:
     n_computed: int = 0  # tokens whose KV is in the cache
     n_cached: int = 0  # of these, how many were found in the prefix cache on admission
     blocks: list[int] = field(default_factory=list)  # physical block ids, in order
+    digests: list[bytes] = field(default_factory=list)  # of the full blocks of tokens, as far as they were looked up
     status: Status = Status.WAITING
     fork_of: Sequence | None = None  # n > 1: the choice whose prompt this one shares
     max_len: int = 0  # prompt and output together may not exceed this

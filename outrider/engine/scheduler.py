@@ -140,6 +140,8 @@ class Scheduler:
         Returns how many of ``rows`` they take. Where it comes to nothing, the (empty) draft says why.
         """
         spans = [s for s in plan.spans if s.reaches_end and s.seq.max_draft and not s.budget and not s.draft.reason]
+        if not spans:
+            return 0
         for span in spans:
             # A step that accepts everything yields one token more than it drafts.
             span.budget = max(0, min(span.seq.max_draft, span.seq.max_len - len(span.seq) - 1))

@@ -94,7 +94,7 @@ class _Rope(tuple[torch.Tensor, ...]):
     @classmethod
     def of(cls, rope: Sequence[torch.Tensor]) -> _Rope:
         made = cls(rope)
-        made.handle = _native.rope(*map(_array, rope))
+        made.handle = _native.rope(*(part.numpy() for part in rope))
         return made
 
 
@@ -150,27 +150,28 @@ class NativeOps:
     def embed(self, table: Any, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(table, torch.Tensor):
             return table.index_select(0, ids).float()
-        out = torch.empty(len(ids), table.shape[1])
-        _native.embed(self._context, table.handle, _array(ids), out.numpy())
+        out = torch.empty(ids.shape[0], table.shape[1])
+        _native.embed(self._context, table.handle, ids.numpy(), out.numpy())
         return out
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
-        shape = len(positions), len(inv_freq)
-        rope = _Rope.of((torch.empty(shape), torch.empty(shape)))
-        _native.rope_table(self._context, _array(inv_freq.float()), scale, _array(positions), *map(_array, rope))
-        return rope
+        shape = positions.shape[0], inv_freq.shape[0]
+        cos, sin = torch.empty(shape), torch.empty(shape)
+        frequencies = inv_freq.float().numpy()
+        _native.rope_table(self._context, frequencies, scale, positions.numpy(), cos.numpy(), sin.numpy())
+        return _Rope.of((cos, sin))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         x = x.contiguous()
         out = torch.empty_like(x)
-        _native.rms_norm(self._context, _array(x), _array(weight.float()), eps, _array(out))
+        _native.rms_norm(self._context, x.numpy(), weight.float().numpy(), eps, out.numpy())
         return out
 
     def linear(self, x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor:
         packed = self._native_weight(weight)
-        out = torch.empty(len(x), packed.shape[0])
-        added = None if bias is None else _array(bias.float())
-        _native.linear(self._context, packed.handle, _array(x.contiguous()), added, _array(out))
+        out = torch.empty(x.shape[0], packed.shape[0])
+        added = None if bias is None else bias.float().numpy()
+        _native.linear(self._context, packed.handle, x.contiguous().numpy(), added, out.numpy())
         return out
 
     def decoder_layer(
@@ -251,17 +252,12 @@ class NativeOps:
 
 def _plan(batch: Batch) -> Any:
     return _native.plan(
-        _array(batch.positions),
-        _array(batch.slots),
+        batch.positions.numpy(),
+        batch.slots.numpy(),
         batch.cu_rows,
         batch.kv_len,
-        _array(batch.block_tables),
+        batch.block_tables.numpy(),
         batch.tail_start,
-        None if batch.ancestors is None else _array(batch.ancestors),
+        None if batch.ancestors is None else batch.ancestors.numpy(),
         batch.block_size,
     )
-
-
-def _array(tensor: torch.Tensor) -> Any:
-    """The same memory as an array of numpy's, which the extension takes in far quicker than a tensor."""
-    return tensor.numpy()

@@ -87,7 +87,7 @@ class Sampler:
         ids = None
         if 0 < params.top_k < len(z):
             ids = best(z, params.top_k)
-        elif params.min_p > 0:
+        elif params.min_p > 0 or params.allowed_token_ids is not None:
             ids = self._near(z, peak)
         x = (z if ids is None else z[ids]).astype(np.float64, copy=not own)
         with np.errstate(over="ignore"):  # tiny temperatures: -inf is right
@@ -104,7 +104,7 @@ class Sampler:
         return Dist(all_ids(len(z)) if ids is None else ids, weights)
 
     def _near(self, z: NDArray[np.floating], peak: float) -> NDArray[np.int64]:
-        """Where ``z`` is high enough for min-p, or a trifle lower: compared as it comes, most need not be widened."""
+        """Where ``z`` is at the floor, or a trifle below: compared as it comes, so that only few need be widened."""
         depth = self._floor / self._inverse
         with np.errstate(over="ignore"):
             return np.flatnonzero(z >= z.dtype.type(peak + depth - 1e-6 * (abs(peak) - depth)))

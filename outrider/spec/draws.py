@@ -34,7 +34,7 @@ class CounterDraws:
 
     def pick(self, dist: Dist, depth: int) -> int:
         """A token drawn from ``dist``."""
-        return dist.sample(uniform(self.seed, self.base, depth, 0, Stream.SAMPLE))
+        return int(dist.ids[0]) if dist.certain else dist.sample(uniform(self.seed, self.base, depth, 0, Stream.SAMPLE))
 
 
 @dataclass(frozen=True)

@@ -321,3 +321,24 @@ def test_the_integrity_check_sees_damage(spoil: Any) -> None:
     spoil(blocks, seq)
     with pytest.raises(AssertionError):
         blocks.check_integrity([seq])
+
+
+def test_a_sequence_that_waits_for_room_is_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = BlockManager(8, 4)
+    first = sequence(list(range(16)), 16)
+    blocks.reserve(first, 0, 16)
+    first.n_computed = 15
+    blocks.commit(first)
+    hashed: list[int] = []
+    chain = blocks._chain
+    monkeypatch.setattr(blocks, "_chain", lambda d, tokens, i: hashed.append(i) or chain(d, tokens, i))
+    waiting = sequence(list(range(16)), 16)
+    for _ in range(3):
+        blocks.adopt_prefix(waiting)
+        assert waiting.blocks == first.blocks[:3]
+        blocks.free(waiting)
+    assert hashed == [0, 1, 2]
+    waiting.tokens += [77] * 4  # it was preempted later, with more tokens: what is new is hashed, and not found
+    blocks.adopt_prefix(waiting)
+    assert waiting.n_computed == 12
+    assert hashed == [0, 1, 2, 3]
