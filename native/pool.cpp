@@ -18,7 +18,7 @@ inline void relax() {
 }
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kSpin = std::chrono::microseconds(50);
+constexpr auto kSpin = std::chrono::microseconds(500);
 
 // Waits until `value` is no longer `old`. Gives the core away when that takes long: the machine may be oversubscribed,
 // and the thread waited for then needs it.
