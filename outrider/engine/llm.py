@@ -16,7 +16,7 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.settings import from_mapping
 from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request, RequestOutput
-from outrider.models.load import LoadedModel, load_model
+from outrider.models.load import LoadedModel, Progress, load_model
 from outrider.spec.proposer import DraftContext
 from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping, spec_keys
 
@@ -46,9 +46,10 @@ class LLM:
         drafter: Drafter = SpecConfig.method,
         *,
         speculative_config: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
         **settings: Any,
     ) -> None:
-        """``speculative_config`` is another name for a mapping given as ``drafter``."""
+        """``speculative_config`` is another name for a mapping given as ``drafter``; ``progress`` hears of loading."""
         for key in settings:
             if key in spec_keys():
                 raise SettingError(f"{key} is a setting of speculation: give it in drafter={{'{key}': ...}}")
@@ -67,8 +68,9 @@ class LLM:
             quantization=config.quantization,
             ops=config.ops,
             threads=config.threads,
+            progress=progress,
         )
-        self.engine = build_engine(target, config, spec)
+        self.engine = build_engine(target, config, spec, progress)
         for line in self.engine.memory.lines():
             logger.info(line)
 
@@ -201,10 +203,12 @@ def spec_of(drafter: Drafter) -> SpecConfig:
     return spec_from_mapping({"method": drafter} if isinstance(drafter, str) else drafter)
 
 
-def build_engine(target: LoadedModel, config: EngineConfig, spec: SpecConfig) -> Engine:
+def build_engine(
+    target: LoadedModel, config: EngineConfig, spec: SpecConfig, progress: Progress | None = None
+) -> Engine:
     """An engine with the drafter that ``spec`` names."""
     name, _ = kind_of(spec.method)
-    return Engine(target, config, {name: build_proposer(spec, DraftContext(target, spec))}, spec)
+    return Engine(target, config, {name: build_proposer(spec, DraftContext(target, spec, progress))}, spec)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

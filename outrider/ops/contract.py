@@ -112,10 +112,10 @@ class Ops(Protocol):
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
     ) -> Weight:
-        """A weight ready for ``linear`` (and, unquantized, for ``embed``)."""
+        """A weight ready for ``linear`` and ``embed``. Raises ValueError where it cannot be packed so."""
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [N,H] of ``table`` [V,H]."""
+        """Rows [N,H] of ``table`` [V,H], in any floating type."""
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cosines and sines, each [N, head dim / 2], shared by all layers of a pass."""

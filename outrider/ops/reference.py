@@ -13,6 +13,8 @@ from outrider.core.errors import SettingError
 from outrider.core.types import Batch
 from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerWeights, StoredMatrix, Weight
 
+_AT_ONCE = 1 << 14  # outputs of an 8-bit weight that are widened at a time
+
 Index = slice | torch.Tensor
 
 
@@ -47,6 +49,8 @@ class ReferenceOps:
         return dense if quantization is None else quantize_int8(dense)
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(table, Int8Weight):
+            return table.q.index_select(0, ids) * table.scale.index_select(0, ids)[:, None]
         return _dense(table).index_select(0, ids)
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -62,7 +66,8 @@ class ReferenceOps:
         if not isinstance(weight, Int8Weight):
             return F.linear(x, _dense(weight), bias)
         work = torch.float32 if x.dtype == torch.float16 else x.dtype  # sums before scaling overflow fp16
-        y = (F.linear(x.to(work), weight.q.to(work)) * weight.scale).to(x.dtype)
+        parts = [F.linear(x.to(work), q.to(work)) for q in weight.q.split(_AT_ONCE)]  # never the whole head in floats
+        y = (torch.cat(parts, dim=-1) * weight.scale).to(x.dtype)
         return y if bias is None else y + bias
 
     def decoder_layer(

@@ -41,7 +41,9 @@ class ModelSettings:
 
     model: str = setting(help="the draft model: a folder, hub id, or .gguf file with the target's tokenizer")
     dtype: str = setting("auto", "precision of the draft model", choices=DTYPES)
-    quantization: str | None = setting(None, "weights of the draft model's linear layers", choices=QUANTIZATIONS)
+    quantization: str | None = setting(
+        None, "pack the draft model's linear weights while loading", choices=QUANTIZATIONS
+    )
     max_model_len: int | None = setting(None, "longest text the draft model reads; default: its context", low=2)
     draft_sample_method: str = setting(
         "probabilistic", "how draft tokens are chosen when the request samples", choices=("probabilistic", "greedy")
@@ -305,6 +307,7 @@ def build(context: DraftContext, settings: ModelSettings) -> Proposer:
             device=str(context.target.decoder.device),
             quantization=settings.quantization,
             ops="reference" if isinstance(context.target.decoder.ops, ReferenceOps) else context.target.decoder.ops,
+            progress=context.progress,
         )
     except (SettingError, ModelFileError) as error:
         raise type(error)(f"the draft model: {error}") from error
