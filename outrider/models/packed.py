@@ -26,8 +26,8 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, TypeVar
 
-from outrider import __version__
 from outrider.core.errors import SettingError
+from outrider.core.version import __version__
 from outrider.models.pull import cache_dir
 from outrider.models.source import Keep
 from outrider.ops.contract import Weight

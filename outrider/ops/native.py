@@ -109,7 +109,7 @@ def layout() -> str:
 
 
 def unpack(fmt: str, shape: tuple[int, ...], n_bytes: int, fill: Callable[[memoryview], object]) -> NativeWeight:
-    """A weight of ``shape`` [out, in] whose packed bytes ``fill`` writes into the memory that it is given, ``n_bytes`` of it.
+    """A weight of ``shape`` [out, in] whose packed bytes ``fill`` writes into ``n_bytes`` of memory.
 
     Raises ValueError where a weight of this format and shape has another number of bytes.
     """

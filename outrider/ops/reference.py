@@ -66,7 +66,8 @@ class ReferenceOps:
         if not isinstance(weight, Int8Weight):
             return F.linear(x, _dense(weight), bias)
         work = torch.float32 if x.dtype == torch.float16 else x.dtype  # sums before scaling overflow fp16
-        parts = [F.linear(x.to(work), q.to(work)) for q in weight.q.split(_AT_ONCE)]  # never the whole head in floats
+        blocks = (weight.q[i : i + _AT_ONCE] for i in range(0, len(weight.q), _AT_ONCE))
+        parts = [F.linear(x.to(work), block.to(work)) for block in blocks]  # never the whole head in floats
         y = (torch.cat(parts, dim=-1) * weight.scale).to(x.dtype)
         return y if bias is None else y + bias
 
