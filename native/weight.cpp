@@ -215,14 +215,13 @@ uint64_t Weight::checksum() const {
     return h << 29 | h >> 35;
   };
   const uint8_t *p = data(), *end = p + bytes();  // a multiple of 32 bytes
-  for (; p < end; p += 32)
-    for (int i = 0; i < 4; i++) {
-      uint64_t word;
-      std::memcpy(&word, p + i * 8, 8);
-      uint64_t& h = chain[(p - data()) / 32 % 2 * 4 + i];
-      h = mix(h, word);
-    }
-  for (const uint64_t h : chain) all = mix(all, h);
+  uint64_t words[kChains], rest[kChains] = {};
+  for (; p + sizeof(words) <= end; p += sizeof(words)) {
+    std::memcpy(words, p, sizeof(words));
+    for (int i = 0; i < kChains; i++) chain[i] = mix(chain[i], words[i]);
+  }
+  std::memcpy(rest, p, static_cast<size_t>(end - p));
+  for (int i = 0; i < kChains; i++) all = mix(all, mix(chain[i], rest[i]));
   return all;
 }
 

@@ -34,8 +34,9 @@ def _packed() -> str:
     if not cache.limit:
         return f"not kept ({LIMIT_VARIABLE} is 0)"
     sizes = cache.sizes()
+    models = "1 model" if len(sizes) == 1 else f"{len(sizes)} models"
     return (
-        f"{cache.folder}: {len(sizes)} models, {sum(sizes.values()) / (1 << 20):.0f} MiB of at most "
+        f"{cache.folder}: {models}, {sum(sizes.values()) / (1 << 20):.0f} MiB of at most "
         f"{cache.limit / (1 << 30):g} GiB ({LIMIT_VARIABLE})"
     )
 

@@ -99,6 +99,8 @@ def load_model(
         raise SettingError(f"quantization is {quantization!r}; allowed is {', '.join(QUANTIZATIONS)} or None")
     path = find(name)
     with _one_sentence(path):
+        native = isinstance(operations, NativeOps)
+        packed = packed_cache().of(path, quantization) if quantization and native else None
         opened = open_model(path)
     config, tokenizer = opened.source.config, opened.tokenizer
     need = f"{weight_bytes(config, precision, quantization) / (1 << 20):.0f} MiB"
@@ -114,10 +116,7 @@ def load_model(
         return Decoder.from_source(opened.source, operations, precision, place, quantization, keep, tell)
 
     with _one_sentence(path, f"; its weights need {need} on {place}"):
-        if quantization is None or not isinstance(operations, NativeOps):
-            decoder = build(lambda name, shape, pack: pack(), False)
-        else:
-            decoder = packed_cache().load(path, quantization, build)
+        decoder = packed.load(build) if packed else build(lambda name, shape, pack: pack(), False)
     ends = dict.fromkeys((*config.eos_ids, *(i for i in tokenizer.eos_ids if i < config.vocab_size)))
     config = replace(config, eos_ids=tuple(ends))
     return LoadedModel(shown, config, decoder, tokenizer, opened.chat_template, decoder.weight_bytes)

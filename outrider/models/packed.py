@@ -56,30 +56,9 @@ class PackedCache:
     folder: Path
     limit: int
 
-    def load(self, model: Path, quantization: str, build: Callable[[Keep, bool], T]) -> T:
-        """What ``build`` makes of the weights that its first argument gives it: kept ones, or what it packs.
-
-        The second argument says which. ``build`` is called again from the start where kept ones prove damaged.
-        """
-        if not self.limit:
-            return build(lambda name, shape, pack: pack(), False)
-        key = _key(model, quantization)
-        target = self.folder / f"{model.stem[:40]}-{quantization}-{_digest(key)}{_SUFFIX}"
-        try:
-            with FileIO(target) as file:
-                loaded = build(_Reader(file, key).weight, True)
-            with suppress(OSError):  # a read-only folder
-                os.utime(target)  # used just now
-            return loaded
-        except FileNotFoundError:
-            pass
-        except (_UnusableError, OSError) as error:
-            logger.warning("%s %s; it is ignored and made anew", target, error)
-        with self._writer(target) as writer:
-            loaded = build(writer.weight, False)
-            if _still(key, model, quantization):
-                writer.finish(key, target)
-        return loaded
+    def of(self, model: Path, quantization: str) -> PackedFile:
+        """The packed weights of a model; to be asked for before the model is opened, so that no change goes unseen."""
+        return PackedFile(self, model, quantization, _key(model, quantization))
 
     def sizes(self) -> dict[Path, int]:
         """What is kept, with its bytes, the least recently used first."""
@@ -90,24 +69,7 @@ class PackedCache:
                 found.append((stat.st_mtime, path, stat.st_size))
         return {path: size for _, path, size in sorted(found)}
 
-    @contextmanager
-    def _writer(self, target: Path) -> Iterator[_Writer]:
-        """A writer to an unfinished file, which is gone afterwards whatever happens."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(_UNFINISHED, target.stem + ".", self.folder)
-            writer = _Writer(FileIO(handle, "wb"), self.limit, Path(name))
-        except OSError as error:
-            _cannot_keep(self.folder, error)
-            writer = _Writer(None, self.limit)
-        try:
-            yield writer
-        finally:
-            writer.discard()
-        if writer.kept:
-            self._trim(target)
-
-    def _trim(self, newest: Path) -> None:
+    def trim(self, newest: Path) -> None:
         """Removes the least recently used files until ``limit`` holds, and what killed processes left behind."""
         sizes = self.sizes()
         total = sum(sizes.values())
@@ -119,6 +81,71 @@ class PackedCache:
         for path in doomed:
             with suppress(OSError):  # another process tidies up as well
                 path.unlink()
+
+
+@dataclass(frozen=True)
+class PackedFile:
+    """The packed weights of one model, whether or not they are kept already. ``key`` says what they are made from."""
+
+    cache: PackedCache
+    model: Path
+    quantization: str
+    key: dict[str, Any]
+
+    @property
+    def path(self) -> Path:
+        digest = hashlib.sha256(json.dumps(self.key).encode()).hexdigest()[:16]
+        return self.cache.folder / f"{self.model.stem[:40]}-{self.quantization}-{digest}{_SUFFIX}"
+
+    def load(self, build: Callable[[Keep, bool], T]) -> T:
+        """What ``build`` makes of the weights that its first argument gives it: kept ones, or what it packs.
+
+        The second argument says which. ``build`` is called again from the start where kept ones prove damaged.
+        """
+        if not self.cache.limit:
+            return build(lambda name, shape, pack: pack(), False)
+        try:
+            with FileIO(self.path) as file:
+                loaded = build(_Reader(file, self.key).weight, True)
+            if self._unchanged():
+                with suppress(OSError):  # a read-only folder
+                    os.utime(self.path)  # used just now
+                return loaded
+        except FileNotFoundError:
+            pass
+        except (_UnusableError, OSError) as error:
+            logger.warning("%s %s; it is ignored and made anew", self.path, error)
+        with self._writer() as writer:
+            loaded = build(writer.weight, False)
+            newest = max((changed for *_, changed in self.key["files"]), default=0)
+            if self._unchanged() and time.time_ns() - newest > _CLOCK_STEP:
+                writer.finish(self.key, self.path)
+        return loaded
+
+    def _unchanged(self) -> bool:
+        """Whether the model is what it was before it was opened."""
+        try:
+            return _key(self.model, self.quantization) == self.key
+        except OSError:  # it is gone
+            return False
+
+    @contextmanager
+    def _writer(self) -> Iterator[_Writer]:
+        """A writer to an unfinished file, which is gone afterwards whatever happens."""
+        folder, limit = self.cache.folder, self.cache.limit
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(_UNFINISHED, self.path.stem + ".", folder)
+            writer = _Writer(FileIO(handle, "wb"), limit, Path(name))
+        except OSError as error:
+            _cannot_keep(folder, error)
+            writer = _Writer(None, limit)
+        try:
+            yield writer
+        finally:
+            writer.discard()
+        if writer.kept:
+            self.cache.trim(self.path)
 
 
 def _stale(folder: Path) -> Iterator[Path]:
@@ -246,19 +273,6 @@ def _key(model: Path, quantization: str) -> dict[str, Any]:
         [str(path.resolve()), s.st_size, s.st_mtime_ns, s.st_ctime_ns] for path in files for s in [path.stat()]
     ]
     return {"outrider": __version__, "layout": layout(), "quantization": quantization, "files": made_from}
-
-
-def _still(key: dict[str, Any], model: Path, quantization: str) -> bool:
-    """Whether the model is what it was, and any change since would show: the clock had moved on since the last one."""
-    try:
-        unchanged = _key(model, quantization) == key
-    except OSError:  # it is gone
-        return False
-    return unchanged and time.time_ns() - max(changed for *_, changed in key["files"]) > _CLOCK_STEP
-
-
-def _digest(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
 
 
 def _cannot_keep(folder: Path, error: OSError) -> None:
