@@ -12,7 +12,10 @@ from outrider.ops.contract import LayerKV
 
 
 class KVPool:
-    """KV of ``n_blocks`` blocks for every layer of one model."""
+    """KV of ``n_blocks`` blocks for every layer of one model.
+
+    Left as it comes, since nothing is read before it is written: main memory is then taken page by page, as it is used.
+    """
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -20,7 +23,7 @@ class KVPool:
         self.block_size = block_size
         shape = (n_blocks * block_size, config.n_kv_heads, config.head_dim)
         self.layers = [
-            LayerKV(torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device))
+            LayerKV(torch.empty(shape, dtype=dtype, device=device), torch.empty(shape, dtype=dtype, device=device))
             for _ in range(config.n_layers)
         ]
 
