@@ -66,7 +66,9 @@ class Bench:
 
         slots = max(512, context) + 2 * BLOCK
         head = pack(torch.randn(VOCAB, HIDDEN) * 0.02, "q8_0" if fmt == "q4_1" else fmt)  # as the model file has it
-        pools = [LayerKV.zeros(slots, KV_HEADS, DIM, kv_type, "cpu") for _ in range(LAYERS)]
+        pools = [LayerKV.empty(slots, KV_HEADS, DIM, kv_type, "cpu") for _ in range(LAYERS)]
+        for part in (part for pool in pools for part in pool.parts):
+            part.zero_()
         return cls(ops, [layer() for _ in range(LAYERS)], head, pools)
 
     def measure(self, rows: int, context: int, seconds: float) -> tuple[float, float, float]:

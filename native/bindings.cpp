@@ -49,6 +49,7 @@ void check(const Array& a, const char* name, nb::dlpack::dtype type, const char*
     if (given[i] > 1 && a.stride(i) != step) fail(std::string(name) + " is not contiguous");
 }
 
+constexpr nb::dlpack::dtype kHalf = {static_cast<uint8_t>(nb::dlpack::dtype_code::Float), 16, 1};
 constexpr nb::dlpack::dtype kBf16 = {static_cast<uint8_t>(nb::dlpack::dtype_code::Bfloat), 16, 1};
 
 const float* floats(const In& a, const char* name, const std::vector<int64_t>& shape) {
@@ -263,20 +264,27 @@ void rope_call(Context& context, const In& inv_freq, double scale, const In& pos
 }
 
 std::shared_ptr<Weight> pack(const In& w, const std::string& format) {
-  const float* from = floats(w, "weight", {kAny, kAny});
+  const Floats type = w.dtype() == kHalf ? Floats::f16 : w.dtype() == kBf16 ? Floats::bf16 : Floats::f32;
+  check(w, "weight", type == Floats::f32 ? nb::dtype<float>() : w.dtype(), "fp32, fp16 or bf16", {kAny, kAny});
   const auto n = static_cast<int64_t>(w.shape(0)), k = static_cast<int64_t>(w.shape(1));
+  const void* from = w.data();
   nb::gil_scoped_release release;
-  return std::make_shared<Weight>(Weight::from_floats(parse_format(format), from, n, k));
+  return std::make_shared<Weight>(Weight::from_floats(parse_format(format), type, from, n, k));
 }
 
-std::shared_ptr<Weight> pack_gguf(const In& raw, const std::string& format, int64_t n, int64_t k) {
-  const Format f = parse_format(format);
-  const int64_t group = gguf_group_bytes(f);
+std::shared_ptr<Weight> pack_gguf(const In& raw, const std::string& stored, int64_t n, int64_t k, const std::string& format) {
+  const Format from = parse_format(stored), to = parse_format(format);
+  const int64_t group = gguf_group_bytes(from);
   if (k < 1 || k % kGroup) fail("GGUF blocks hold 32 inputs; the weight has " + std::to_string(k));
   check(raw, "raw", nb::dtype<uint8_t>(), "uint8", {n, k / kGroup * group});
   const auto* bytes = static_cast<const uint8_t*>(raw.data());
   nb::gil_scoped_release release;
-  return std::make_shared<Weight>(Weight::from_gguf(f, bytes, n, k));
+  return std::make_shared<Weight>(Weight::from_gguf(to, from, bytes, n, k));
+}
+
+// The packed bytes themselves; the weight lives as long as they are held.
+nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>> packed_bytes(const std::shared_ptr<Weight>& w) {
+  return {w->data(), {static_cast<size_t>(w->bytes())}, nb::cast(w)};
 }
 
 }  // namespace
@@ -288,7 +296,9 @@ NB_MODULE(_native, m) {
   nb::class_<Weight>(m, "Weight")
       .def_prop_ro("format", [](const Weight& w) { return format_name(w.format()); })
       .def_prop_ro("shape", [](const Weight& w) { return nb::make_tuple(w.n(), w.k()); })
-      .def_prop_ro("nbytes", &Weight::bytes);
+      .def_prop_ro("nbytes", &Weight::bytes)
+      .def_prop_ro("bytes", &packed_bytes)
+      .def("checksum", &Weight::checksum, nb::call_guard<nb::gil_scoped_release>());
   nb::class_<Layer>(m, "Layer");
   nb::class_<Rope>(m, "Rope");
   nb::class_<KV>(m, "KV");
@@ -305,7 +315,10 @@ NB_MODULE(_native, m) {
   });
   m.def("context", &make_context, nb::arg("threads"), nb::arg("isa").none() = nb::none());
   m.def("pack", &pack, nb::arg("weight"), nb::arg("format"));
-  m.def("pack_gguf", &pack_gguf, nb::arg("raw"), nb::arg("format"), nb::arg("n"), nb::arg("k"));
+  m.def("pack_gguf", &pack_gguf, nb::arg("raw"), nb::arg("stored"), nb::arg("n"), nb::arg("k"), nb::arg("format"));
+  m.def("blank", [](const std::string& format, int64_t n, int64_t k) { return std::make_shared<Weight>(parse_format(format), n, k); },
+        nb::arg("format"), nb::arg("n"), nb::arg("k"));
+  m.attr("layout") = kLayout;
   m.def("layer", &make_layer, nb::arg("heads"), nb::arg("kv_heads"), nb::arg("head_dim"), nb::arg("eps"), nb::arg("window"), nb::arg("input_norm"),
         nb::arg("post_norm"), nb::arg("weights"), nb::arg("biases"), nb::arg("q_norm").none(), nb::arg("k_norm").none());
   m.def("kv", &make_kv, nb::arg("k"), nb::arg("v"), nb::arg("k_scale").none(), nb::arg("v_scale").none());

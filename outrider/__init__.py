@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.errors import ModelFileError, OutriderError, SettingError
 from outrider.core.params import SamplingParams, SpecParams
+from outrider.core.version import __version__
 
 if TYPE_CHECKING:
     from outrider.engine.llm import LLM
-
-__version__ = "0.1.0"
 
 __all__ = [
     "LLM",

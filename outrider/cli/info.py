@@ -10,6 +10,7 @@ import torch
 
 import outrider
 from outrider.models.load import DEFAULT_MODEL
+from outrider.models.packed import LIMIT_VARIABLE, packed_cache
 from outrider.models.pull import cached
 from outrider.ops.native import NativeOps, available
 from outrider.spec.registry import DRAFTERS
@@ -28,6 +29,18 @@ def _operations() -> str:
     return f"native, {info['isa']} of {', '.join(info['available'])}; weights as {', '.join(info['formats'])}"
 
 
+def _packed() -> str:
+    cache = packed_cache()
+    if not cache.limit:
+        return f"not kept ({LIMIT_VARIABLE} is 0)"
+    sizes = cache.sizes()
+    models = "1 model" if len(sizes) == 1 else f"{len(sizes)} models"
+    return (
+        f"{cache.folder}: {models}, {sum(sizes.values()) / (1 << 20):.0f} MiB of at most "
+        f"{cache.limit / (1 << 30):g} GiB ({LIMIT_VARIABLE})"
+    )
+
+
 def run(args: argparse.Namespace) -> int:
     gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     model = cached(DEFAULT_MODEL)
@@ -38,6 +51,7 @@ def run(args: argparse.Namespace) -> int:
         "operations": _operations(),
         "cpu": f"{platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads",
         "cuda": ", ".join(gpus) or "none",
+        "packed weights": _packed(),
         "drafters": ", ".join(DRAFTERS),
         "default model": f"{DEFAULT_MODEL}: {model or 'not fetched yet (outrider pull ' + DEFAULT_MODEL + ')'}",
     }.items():

@@ -23,7 +23,9 @@ class EngineConfig:
     model: str = setting(help="'smollm2', a Hugging Face folder or hub id, or a .gguf file", positional=True)
     dtype: str = setting("auto", "precision of the model; auto is float32 on cpu, bfloat16 on cuda", choices=DTYPES)
     device: str = setting("auto", "where to run: auto, cpu, cuda or cuda:N")
-    quantization: str | None = setting(None, "weights of the linear layers", choices=QUANTIZATIONS)
+    quantization: str | None = setting(
+        None, "pack the linear weights while loading: int8, or int4 with an int8 output head", choices=QUANTIZATIONS
+    )
     ops: str = setting("auto", "operations; auto is native (C++) on cpu where it was built", choices=OPERATIONS)
     max_model_len: int | None = setting(None, "longest prompt plus output; default: the model's context", low=2)
     block_size: int = setting(16, "tokens in a KV block", low=1, high=1024)

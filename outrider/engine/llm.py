@@ -16,7 +16,7 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.settings import from_mapping
 from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request, RequestOutput
-from outrider.models.load import LoadedModel, load_model
+from outrider.models.load import LoadedModel, Progress, load_model
 from outrider.spec.proposer import DraftContext
 from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping, spec_keys
 
@@ -47,9 +47,10 @@ class LLM:
         drafter: Drafter | Sequence[Drafter] = SpecConfig.method,
         *,
         speculative_config: Mapping[str, Any] | None = None,
+        progress: Progress | None = None,
         **settings: Any,
     ) -> None:
-        """``speculative_config`` is another name for a mapping given as ``drafter``."""
+        """``speculative_config`` is another name for a mapping given as ``drafter``; ``progress`` hears of loading."""
         for key in settings:
             if key in spec_keys():
                 raise SettingError(f"{key} is a setting of speculation: give it in drafter={{'{key}': ...}}")
@@ -68,8 +69,9 @@ class LLM:
             quantization=config.quantization,
             ops=config.ops,
             threads=config.threads,
+            progress=progress,
         )
-        self.engine = build_engine(target, config, *specs)
+        self.engine = build_engine(target, config, *specs, progress=progress)
         for line in self.engine.memory.lines():
             logger.info(line)
 
@@ -217,12 +219,14 @@ def _specs_of(drafter: Drafter | Sequence[Drafter]) -> list[SpecConfig]:
     return specs
 
 
-def build_engine(target: LoadedModel, config: EngineConfig, *specs: SpecConfig) -> Engine:
+def build_engine(
+    target: LoadedModel, config: EngineConfig, *specs: SpecConfig, progress: Progress | None = None
+) -> Engine:
     """An engine with the drafters that ``specs`` name; the first one serves requests that name none.
 
     With several, the longest ``num_speculative_tokens`` holds for all; ``SpecParams.max_draft`` shortens it.
     """
-    contexts = [(spec, DraftContext(target, spec, config.kv_cache_dtype)) for spec in specs]
+    contexts = [(spec, DraftContext(target, spec, config.kv_cache_dtype, progress)) for spec in specs]
     proposers = {kind_of(spec.method)[0]: build_proposer(spec, context) for spec, context in contexts}
     longest = max(spec.num_speculative_tokens for spec in specs)
     return Engine(target, config, proposers, replace(specs[0], num_speculative_tokens=longest))

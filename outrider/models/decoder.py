@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
 
 import torch
 
-from outrider.core.errors import ModelFileError
+from outrider.core.errors import ModelFileError, SettingError
 from outrider.core.types import Batch, ForwardOut
 from outrider.models.config import ModelConfig
 from outrider.models.rope import rope_frequencies
-from outrider.models.source import TensorSource
+from outrider.models.source import Keep, TensorSource
 from outrider.ops.contract import LayerKV, LayerShape, LayerStack, LayerWeights, Ops, StoredMatrix, Weight
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
@@ -40,6 +40,7 @@ _LAYER_NAMES = {
     "k_norm": "self_attn.k_norm.weight",
 }
 _LINEAR = frozenset(("q", "k", "v", "o", "gate", "up", "down"))
+_BYTES = {"int8": 1.0, "int4": 0.625}  # of a weight; int4 with its groups' scales and minimums
 
 
 def layer_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -84,11 +85,13 @@ def expected_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def weight_bytes(config: ModelConfig, dtype: torch.dtype, quantization: str | None = None) -> int:
     """Memory that the weights of such a model need, bytes (those in 8 bits without their scales)."""
+    wide, linear_bytes = dtype.itemsize, _BYTES.get(quantization or "", dtype.itemsize)
     layer = {field: math.prod(shape) for field, shape in layer_shapes(config).items()}
     linear = config.n_layers * sum(n for field, n in layer.items() if field in _LINEAR)
-    embeddings = config.vocab_size * config.hidden_size * (1 if config.tie_embeddings else 2)
-    others = config.n_layers * sum(layer.values()) - linear + embeddings + config.hidden_size
-    return others * dtype.itemsize + linear * (1 if quantization == "int8" else dtype.itemsize)
+    others = config.n_layers * sum(layer.values()) - linear + config.hidden_size
+    head = config.vocab_size * config.hidden_size
+    embedding = 0 if config.tie_embeddings else head
+    return int(linear * linear_bytes + head * (1 if quantization else wide) + (others + embedding) * wide)
 
 
 def _name(layer: int, field: str) -> str:
@@ -128,8 +131,13 @@ class Decoder:
         dtype: torch.dtype,
         device: torch.device | str,
         quantization: str | None = None,
+        keep: Keep = lambda name, shape, pack: pack(),
+        progress: Callable[[int, int], None] = lambda done, layers: None,
     ) -> Decoder:
-        """Reads every tensor of ``source``; with ``quantization`` 'int8' the layers' linear weights in 8 bits.
+        """Reads every tensor of ``source``; with ``quantization`` the linear weights are packed in 8 or 4 bits.
+
+        The output head (the embedding too, where they are tied) then has 8 bits: in 4 it costs more quality than it
+        saves time. Quantized weights go through ``keep``; ``progress`` is told how many layers of how many are done.
 
         Raises ModelFileError when a tensor is missing, unexpected, of another shape or not of a floating type.
         """
@@ -146,10 +154,21 @@ class Decoder:
             return floating(name).to(device, work).contiguous()
 
         def matrix(name: str, quantization: str | None = None) -> Weight:
-            stored = StoredMatrix(lambda: floating(name), source.blocks(name))
-            return ops.matrix(stored, dtype, torch.device(device), quantization)
+            def pack() -> Weight:
+                stored = StoredMatrix(lambda: floating(name), source.blocks(name))
+                try:
+                    return ops.matrix(stored, dtype, torch.device(device), quantization)
+                except SettingError:
+                    raise
+                except ValueError as error:
+                    raise ModelFileError(f"{source.where}: tensor {name} cannot be packed: {error}") from error
+
+            weight = pack() if quantization is None else keep(name, source.shape(name), pack)
+            source.drop()
+            return weight
 
         def layer_weights(layer: int) -> LayerWeights:
+            progress(layer, config.n_layers)
             weights: dict[str, Any] = {}
             for field in layer_shapes(config):
                 name = _name(layer, field)
@@ -157,15 +176,12 @@ class Decoder:
             return LayerWeights(**weights)
 
         work = ops.compute_dtype(dtype)
-        embedding = matrix(EMBEDDING)
-        return cls(
-            config,
-            ops,
-            embedding,
-            [layer_weights(layer) for layer in range(config.n_layers)],
-            vector(FINAL_NORM),
-            embedding if config.tie_embeddings else matrix(HEAD),
-        )
+        layers = [layer_weights(layer) for layer in range(config.n_layers)]
+        progress(config.n_layers, config.n_layers)
+        for_head = None if quantization is None else "int8"
+        embedding = matrix(EMBEDDING, for_head if config.tie_embeddings else None)
+        head = embedding if config.tie_embeddings else matrix(HEAD, for_head)
+        return cls(config, ops, embedding, layers, vector(FINAL_NORM), head)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -206,7 +222,7 @@ class Decoder:
     @torch.inference_mode()
     def run(self, batch: Batch, stacks: Sequence[LayerStack], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """``forward`` over ``stacks(kv, feature_layers)`` that were made before."""
-        x = self.ops.embed(self.embedding, batch.ids)
+        x = self.ops.embed(self.embedding, batch.ids).to(self.dtype)
         rope = self.ops.rope_table(self.inv_freq, self.rope_scale, batch.positions)
         after: list[torch.Tensor] = []
         for stack in stacks:

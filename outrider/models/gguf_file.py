@@ -107,6 +107,11 @@ class GGUFFile:
         flat: NDArray[np.uint8] = np.frombuffer(self._bytes, np.uint8, info.n_bytes, info.offset)
         return flat.reshape(*info.shape[:-1], -1)
 
+    def drop(self) -> None:
+        """Gives back the memory of the pages that were read; they are read from the file again if need be."""
+        if isinstance(self._bytes, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED"):
+            self._bytes.madvise(mmap.MADV_DONTNEED)
+
     def _bad(self, what: str) -> ModelFileError:
         return ModelFileError(f"{self.path} is not a usable GGUF file: {what}")
 

@@ -115,6 +115,10 @@ class GGUFSource:
             dense = gguf.quants.dequantize(data, gguf.GGMLQuantizationType[kind])
         return torch.from_numpy(np.ascontiguousarray(dense, dtype=np.float32))
 
+    def drop(self) -> None:
+        """See ``TensorSource``."""
+        self._file.drop()
+
     def _stored(self, name: str) -> str:
         """The file's own name of a tensor."""
         stored = self._names.get(name)

@@ -19,6 +19,7 @@ from outrider.models.values import one_line, read_json
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_MAPPED_AT_MOST = 256 << 20  # bytes
 _UNWANTED = ("*/*", "consolidated*")  # other formats of the same weights
 
 
@@ -36,6 +37,7 @@ class HFSource(TensorSource):
             read_json(folder / "generation_config.json", optional=True),
         )
         self._located = self._locate()  # tensor name -> the open file that holds it
+        self._mapped = 0  # bytes of tensors read since then
 
     @property
     def where(self) -> str:
@@ -58,7 +60,13 @@ class HFSource(TensorSource):
             tensor: torch.Tensor = self._located[name].get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise ModelFileError(f"{self._folder}: tensor {name} cannot be read: {one_line(error)}") from error
+        self._mapped += tensor.nbytes
         return tensor
+
+    def drop(self) -> None:
+        """What was read of a file counts as memory until the file is closed: this opens the files anew now and then."""
+        if self._mapped > _MAPPED_AT_MOST:
+            self._located, self._mapped = self._locate(), 0
 
     def _locate(self) -> dict[str, Any]:
         if (self._folder / _SINGLE).is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,7 +17,8 @@ from outrider.core.errors import ModelFileError, OutriderError, SettingError, ne
 from outrider.models.config import ModelConfig
 from outrider.models.decoder import Decoder, weight_bytes
 from outrider.models.hf import HFSource, resolve
-from outrider.models.source import TensorSource
+from outrider.models.packed import packed_cache
+from outrider.models.source import Keep, TensorSource
 from outrider.models.values import one_line
 from outrider.ops.contract import Ops
 from outrider.ops.native import NATIVE_DTYPES, NativeOps, available
@@ -53,6 +54,18 @@ class LoadedModel:
         return () if self.tokenizer is None else tuple(i for i in self.tokenizer.unused_ids if i < self.n_tokens)
 
 
+@dataclass(frozen=True)
+class LoadStep:
+    """How far loading is: ``layer`` of the ``layers`` are done; ``what`` it is about, for people."""
+
+    what: str
+    layer: int
+    layers: int
+
+
+Progress = Callable[[LoadStep], None]
+
+
 @dataclass(frozen=True, eq=False)
 class OpenModel:
     """What one reading of a model's files gives; its weights are still in them."""
@@ -70,12 +83,14 @@ def load_model(
     quantization: str | None = None,
     ops: str | Ops = "auto",
     threads: int | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Loads 'smollm2' (fetched if need be), a ``.gguf`` file, a Hugging Face folder or a hub id.
 
-    ``ops`` is a setting, or the operations of another model to share (a thread pool, for one); ``threads`` are those of
-    the native operations. Raises SettingError for a setting that is not allowed, ModelFileError for a file that cannot
-    be used.
+    ``quantization`` packs the linear weights in 8 or 4 bits; what the native operations packed is kept on disk for the
+    next time (see ``packed``). ``ops`` is a setting, or the operations of another model to share (a thread pool, for
+    one); ``threads`` are those of the native operations; ``progress`` is told how far loading is. Raises SettingError
+    for a setting that is not allowed, ModelFileError for a file that cannot be used.
     """
     place = pick_device(device)
     precision = pick_dtype(dtype, place)
@@ -84,14 +99,26 @@ def load_model(
         raise SettingError(f"quantization is {quantization!r}; allowed is {', '.join(QUANTIZATIONS)} or None")
     path = find(name)
     with _one_sentence(path):
+        native = isinstance(operations, NativeOps)
+        packed = packed_cache().of(path, quantization) if quantization and native else None
         opened = open_model(path)
     config, tokenizer = opened.source.config, opened.tokenizer
     need = f"{weight_bytes(config, precision, quantization) / (1 << 20):.0f} MiB"
+    shown = name if name == DEFAULT_MODEL or not Path(name).expanduser().exists() else path.resolve().name
+
+    def build(keep: Keep, kept: bool) -> Decoder:
+        what = f"loading {shown}" if kept or quantization is None else f"packing {shown} as {quantization}"
+
+        def tell(layer: int, layers: int) -> None:
+            if progress is not None:
+                progress(LoadStep(what, layer, layers))
+
+        return Decoder.from_source(opened.source, operations, precision, place, quantization, keep, tell)
+
     with _one_sentence(path, f"; its weights need {need} on {place}"):
-        decoder = Decoder.from_source(opened.source, operations, precision, place, quantization)
+        decoder = packed.load(build) if packed else build(lambda name, shape, pack: pack(), False)
     ends = dict.fromkeys((*config.eos_ids, *(i for i in tokenizer.eos_ids if i < config.vocab_size)))
     config = replace(config, eos_ids=tuple(ends))
-    shown = name if name == DEFAULT_MODEL or not Path(name).expanduser().exists() else path.resolve().name
     return LoadedModel(shown, config, decoder, tokenizer, opened.chat_template, decoder.weight_bytes)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import numpy as np
@@ -10,6 +10,10 @@ import torch
 from numpy.typing import NDArray
 
 from outrider.models.config import ModelConfig
+from outrider.ops.contract import Weight
+
+Keep = Callable[[str, tuple[int, ...], Callable[[], Weight]], Weight]
+"""Gives the packed weight of a name and shape: what the function packs, or one that was kept from an earlier time."""
 
 
 class TensorSource(Protocol):
@@ -34,3 +38,7 @@ class TensorSource(Protocol):
     def blocks(self, name: str) -> tuple[str, NDArray[np.uint8]] | None:
         """Name of the quantization and the blocks u8[out, bytes of a row] as stored; None for a floating tensor."""
         return None
+
+    def drop(self) -> None:
+        """Gives back the memory that reading took; a tensor that was read stays good."""
+        return

@@ -73,14 +73,14 @@ class LayerKV:
     v_scale: torch.Tensor | None = None
 
     @classmethod
-    def zeros(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> LayerKV:
-        """Room for ``slots`` slots; with dtype int8 also for their scales."""
+    def empty(cls, slots: int, heads: int, dim: int, dtype: torch.dtype, device: torch.device | str) -> LayerKV:
+        """Room for ``slots`` slots, holding anything; with dtype int8 also for their scales."""
         shapes = [(heads, slots, dim)] * 2
         kinds = [dtype] * 2
         if dtype == torch.int8:
             shapes += [(heads, slots, -(-dim // KV_GROUP))] * 2
             kinds += [torch.float32] * 2
-        return cls(*(torch.zeros(s, dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)))
+        return cls(*(torch.empty(s, dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)))
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -148,10 +148,10 @@ class Ops(Protocol):
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
     ) -> Weight:
-        """A weight ready for ``linear`` (and, unquantized, for ``embed``)."""
+        """A weight ready for ``linear`` and ``embed``. Raises ValueError where it cannot be packed so."""
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
-        """Rows [N,H] of ``table`` [V,H]."""
+        """Rows [N,H] of ``table`` [V,H], in any floating type."""
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
         """Cosines and sines, each [N, head dim / 2], shared by all layers of a pass."""

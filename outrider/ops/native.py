@@ -6,7 +6,8 @@ any instruction set. Needs the extension ``outrider._native``; see ``available``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,6 +25,9 @@ GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 
 FLOAT_FORMATS = ("f32", "bf16", "int8", "q8_0", "q4_1")
 """What a tensor can be packed to; q8_0 and q4_1 are rounded per group of 32 inputs, int8 per output."""
+
+_QUANTIZED = {"int8": "int8", "int4": "q4_1"}
+_KEPT_AS_INT4 = ("Q4_0", "Q4_1")  # these have 4 bits already: rounding them once more could only lose
 
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
@@ -72,18 +76,48 @@ class NativeWeight:
     def format(self) -> str:
         return str(self.handle.format)
 
+    @property
+    def data(self) -> memoryview:
+        """The packed bytes themselves, not to be written to."""
+        return memoryview(self.handle.bytes).toreadonly()
+
+    def checksum(self) -> int:
+        """64 bits that tell whether ``data`` was damaged on its way through a file."""
+        return int(self.handle.checksum())
+
 
 def pack(tensor: torch.Tensor, fmt: str) -> NativeWeight:
-    """Packs a floating ``tensor`` [out, in] into one of ``FLOAT_FORMATS``."""
-    return NativeWeight(_native.pack(tensor.to("cpu", torch.float32).contiguous(), fmt))
+    """Packs a floating ``tensor`` [out, in] into one of ``FLOAT_FORMATS``. Raises ValueError where that cannot be."""
+    kind = tensor.dtype if tensor.dtype in (torch.bfloat16, torch.float16) else torch.float32
+    return NativeWeight(_native.pack(tensor.to("cpu", kind).contiguous(), fmt))
 
 
-def pack_gguf(kind: str, raw: Any, out: int, width: int) -> NativeWeight:
-    """Packs the stored blocks of a GGUF tensor, u8[out, bytes of a row], without rounding anything again."""
-    fmt = GGUF_FORMATS.get(kind)
-    if fmt is None:
+def pack_gguf(kind: str, raw: Any, out: int, width: int, fmt: str | None = None) -> NativeWeight:
+    """Packs the stored blocks of a GGUF tensor, u8[out, bytes of a row].
+
+    As they are, without rounding anything again; or with ``fmt`` into one of ``FLOAT_FORMATS``.
+    """
+    stored = GGUF_FORMATS.get(kind)
+    if stored is None:
         raise ValueError(f"GGUF type {kind} cannot be packed as it is; {', '.join(GGUF_FORMATS)} can")
-    return NativeWeight(_native.pack_gguf(raw, fmt, out, width))
+    return NativeWeight(_native.pack_gguf(raw, stored, out, width, fmt or stored))
+
+
+def layout() -> str:
+    """Names how packed bytes lie and how they were rounded; the same on every instruction set of a machine."""
+    return f"{_native.layout}-{sys.byteorder}"
+
+
+def unpack(fmt: str, shape: tuple[int, ...], n_bytes: int, fill: Callable[[memoryview], object]) -> NativeWeight:
+    """A weight of ``shape`` [out, in] whose packed bytes ``fill`` writes into ``n_bytes`` of memory.
+
+    Raises ValueError where a weight of this format and shape has another number of bytes.
+    """
+    weight = NativeWeight(_native.blank(fmt, *shape))
+    if weight.nbytes != n_bytes:
+        raise ValueError(f"a weight {list(shape)} of format {fmt} has {weight.nbytes} bytes, not {n_bytes}")
+    fill(memoryview(weight.handle.bytes))
+    return weight
 
 
 class _Rope(tuple[torch.Tensor, ...]):
@@ -140,18 +174,20 @@ class NativeOps:
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
     ) -> NativeWeight:
         """A GGUF file's blocks as they are where we know them; else packed, in 8 or 4 bits if asked for."""
-        if quantization is None and stored.blocks is not None and stored.blocks[0] in GGUF_FORMATS:
+        wanted = None if quantization is None else _QUANTIZED[quantization]
+        if stored.blocks is not None and stored.blocks[0] in GGUF_FORMATS:
             kind, raw = stored.blocks
-            return pack_gguf(kind, raw, raw.shape[0], raw.shape[1] // _BLOCK_BYTES[kind] * 32)
+            fmt = None if quantization == "int4" and kind in _KEPT_AS_INT4 else wanted
+            return pack_gguf(kind, raw, raw.shape[0], raw.shape[1] // _BLOCK_BYTES[kind] * 32, fmt)
         dense = stored.dense()
         half = torch.bfloat16 in (dtype, dense.dtype)
-        return pack(dense, {"int8": "int8", "int4": "q4_1"}.get(quantization or "", "bf16" if half else "f32"))
+        return pack(dense, wanted or ("bf16" if half else "f32"))
 
     def embed(self, table: Any, ids: torch.Tensor) -> torch.Tensor:
         if isinstance(table, torch.Tensor):
             return table.index_select(0, ids).float()
         out = torch.empty(ids.shape[0], table.shape[1])
-        _native.embed(self._context, table.handle, ids.numpy(), out.numpy())
+        _native.embed(self._context, self._native_weight(table).handle, ids.numpy(), out.numpy())
         return out
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:

@@ -22,6 +22,8 @@ from outrider.ops.contract import (
     Weight,
 )
 
+_AT_ONCE = 1 << 14  # outputs of an 8-bit weight that are widened at a time
+
 Index = slice | torch.Tensor
 
 
@@ -71,6 +73,8 @@ class ReferenceOps:
         return dense if quantization is None else quantize_int8(dense)
 
     def embed(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        if isinstance(table, Int8Weight):
+            return table.q.index_select(0, ids) * table.scale.index_select(0, ids)[:, None]
         return _dense(table).index_select(0, ids)
 
     def rope_table(self, inv_freq: torch.Tensor, scale: float, positions: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -86,7 +90,9 @@ class ReferenceOps:
         if not isinstance(weight, Int8Weight):
             return F.linear(x, _dense(weight), bias)
         work = torch.float32 if x.dtype == torch.float16 else x.dtype  # sums before scaling overflow fp16
-        y = (F.linear(x.to(work), weight.q.to(work)) * weight.scale).to(x.dtype)
+        blocks = (weight.q[i : i + _AT_ONCE] for i in range(0, len(weight.q), _AT_ONCE))
+        parts = [F.linear(x.to(work), block.to(work)) for block in blocks]  # never the whole head in floats
+        y = (torch.cat(parts, dim=-1) * weight.scale).to(x.dtype)
         return y if bias is None else y + bias
 
     def decoder_layer(

@@ -18,21 +18,24 @@ def pick_kv_dtype(kv_cache_dtype: str, computed: torch.dtype) -> torch.dtype:
 
 
 class KVPool:
-    """KV of ``n_blocks`` blocks for every layer of one model; ``dtype`` int8 stands for codes with their scales."""
+    """KV of ``n_blocks`` blocks for every layer of one model; ``dtype`` int8 stands for codes with their scales.
+
+    Left as it comes, since nothing is read before it is written: main memory is then taken page by page, as it is used.
+    """
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
         self.layers = [
-            LayerKV.zeros(n_blocks * block_size, config.n_kv_heads, config.head_dim, dtype, device)
+            LayerKV.empty(n_blocks * block_size, config.n_kv_heads, config.head_dim, dtype, device)
             for _ in range(config.n_layers)
         ]
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
         """KV bytes of one token over all layers, scales included."""
-        slot = LayerKV.zeros(1, config.n_kv_heads, config.head_dim, dtype, "meta")
+        slot = LayerKV.empty(1, config.n_kv_heads, config.head_dim, dtype, "meta")
         return config.n_layers * sum(part.nbytes for part in slot.parts)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:

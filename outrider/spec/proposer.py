@@ -10,7 +10,7 @@ from outrider.cache.blocks import BlockManager, Copy
 from outrider.core.config import SpecConfig
 from outrider.core.draft import Draft
 from outrider.core.types import Commit, Span
-from outrider.models.load import LoadedModel
+from outrider.models.load import LoadedModel, Progress
 
 
 @dataclass(frozen=True)
@@ -58,8 +58,9 @@ class Proposer(ABC):
 
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is built from."""
+    """What a drafter is built from; ``progress`` is for loading a model of its own."""
 
     target: LoadedModel
     spec: SpecConfig
     kv_cache_dtype: str = "auto"  # how the target's KV is stored
+    progress: Progress | None = None

@@ -6,6 +6,7 @@ import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,7 @@ from outrider.cli.main import main
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.types import Draws, Verdict
+from outrider.models.load import LoadedModel, load_model
 from tests.tiny import write_tiny_model
 
 SMALL = ["--kv-cache-mib", "16", "--max-tokens", "16"]
@@ -144,6 +146,23 @@ def test_demo_prints_a_row_a_prompt(folder: str, capsys: pytest.CaptureFixture[s
     for kind in ("chat", "code", "rewriting", "summarising", "translation", "extraction", "all"):
         assert f"\n{kind} " in out
     assert out.count("identical") >= 7
+
+
+def test_target_and_drafter_are_quantized_each_for_itself(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str | None] = []
+
+    def noted(name: str, **settings: Any) -> LoadedModel:
+        seen.append(settings["quantization"])
+        assert settings["progress"] is not None
+        return load_model(name, **settings)
+
+    monkeypatch.setattr("outrider.engine.llm.load_model", noted)
+    monkeypatch.setattr("outrider.spec.drafts.model.load_model", noted)
+    monkeypatch.setenv("OUTRIDER_PACKED_GIB", "0")
+    flags = ["--drafter", "model", "--draft-model", folder, *SMALL]
+    assert main(["generate", folder, "x", "--quantize", "int8", *flags]) == 0
+    assert main(["generate", folder, "x", "--draft-quantize", "int8", *flags]) == 0
+    assert seen == ["int8", None, None, "int8"]
 
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:

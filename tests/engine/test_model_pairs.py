@@ -16,6 +16,7 @@ from outrider.engine.metrics import EngineMetrics
 from outrider.models.decoder import Decoder
 from outrider.models.load import LoadedModel
 from outrider.ops.contract import Int8Weight
+from outrider.ops.native import NativeOps, available
 from outrider.ops.reference import ReferenceOps
 from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.registry import DRAFTERS
@@ -132,6 +133,29 @@ def test_each_model_has_its_own_quantization(target_in: str | None, draft_in: st
     assert got.stats.acceptance_rate > (0.99 if target_in == draft_in else 0.3)
     assert engine.memory.draft_weights == drafter.weight_bytes
     assert engine.memory.target_weights == target.weight_bytes
+
+
+@pytest.mark.skipif(not available(), reason="the extension is not built")
+@pytest.mark.parametrize(
+    ("target_in", "draft_in"), [("int8", "int4"), ("int4", "int8"), ("int4", None), (None, "int4")]
+)
+def test_each_model_has_its_own_quantization_on_the_native_operations(
+    target_in: str | None, draft_in: str | None
+) -> None:
+    """As above, in one engine on one thread pool; output is the target's to the last bit."""
+    ops = NativeOps(2)
+    target, drafter = (
+        toy_target(seed=1, dtype=torch.float32, quantization=how, ops=ops) for how in (target_in, draft_in)
+    )
+    formats = {None: ("f32", "f32"), "int8": ("int8", "int8"), "int4": ("q4_1", "int8")}
+    for model, how in ((target, target_in), (drafter, draft_in)):
+        assert (model.decoder.layers[0].q.format, model.decoder.head.format) == formats[how]  # type: ignore[union-attr]
+    want = plain(target, PROMPT, greedy(60))
+    engine = make_engine(target, pair(drafter, target))
+    got = run_all(engine, [(PROMPT, greedy(60))])[0]
+    assert_same(got, want)
+    assert got.stats.accepted > 0
+    assert engine.memory.draft_weights == drafter.weight_bytes != target.weight_bytes
 
 
 MIXES = [

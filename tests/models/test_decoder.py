@@ -11,6 +11,8 @@ from outrider.core.errors import ModelFileError
 from outrider.models.config import ModelConfig, RopeConfig
 from outrider.models.decoder import Decoder, expected_tensors
 from outrider.models.rope import rope_frequencies
+from outrider.ops.contract import Int8Weight
+from outrider.ops.native import NativeOps, NativeWeight, available
 from outrider.ops.reference import ReferenceOps
 from tests.ops.paged import Paged, Rows
 from tests.toy import MemorySource, full_logits, toy_config, toy_decoder
@@ -178,6 +180,59 @@ def test_int8_halves_memory_and_stays_near() -> None:
     (got,) = Paged(small).run(Rows(0, TOKENS))
     error = (got - full_logits(exact, TOKENS)).abs()
     assert 1e-3 < error.mean() < 0.2
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_head_is_quantized_too(tied: bool) -> None:
+    """Tied: embedding and head are one 8-bit weight. Else the embedding, of which single rows are read, stays."""
+    source = MemorySource(toy_config(hidden=64, ffn=128, tie_embeddings=tied))
+    small = Decoder.from_source(source, ReferenceOps(), torch.float32, "cpu", quantization="int8")
+    assert isinstance(small.head, Int8Weight)
+    assert (small.head is small.embedding) == tied
+    assert isinstance(small.embedding, torch.Tensor) != tied
+    (got,) = Paged(small).run(Rows(0, TOKENS))
+    error = (got - full_logits(source, TOKENS)).abs()
+    assert got.dtype == torch.float32
+    assert 1e-3 < error.mean() < 0.3
+
+
+@pytest.mark.skipif(not available(), reason="the extension is not built")
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("quantization", "of_layers"), [("int8", "int8"), ("int4", "q4_1")])
+def test_formats_on_the_native_operations(quantization: str, of_layers: str, tied: bool) -> None:
+    """int4 has a head in 8 bits; the tied embedding is that same weight, an untied one stays in floats."""
+    source = MemorySource(toy_config(hidden=64, ffn=128, tie_embeddings=tied))
+    d = Decoder.from_source(source, NativeOps(1), torch.float32, "cpu", quantization=quantization)
+    assert isinstance(d.head, NativeWeight)
+    assert isinstance(d.embedding, NativeWeight)
+    assert d.head.format == "int8"
+    assert d.embedding.format == ("int8" if tied else "f32")
+    assert (d.head is d.embedding) == tied
+    for layer in d.layers:
+        assert {getattr(layer, name).format for name in ("q", "k", "v", "o", "gate", "up", "down")} == {of_layers}
+
+
+@pytest.mark.skipif(not available(), reason="the extension is not built")
+def test_int8_means_the_same_on_both_operations() -> None:
+    """The very same codes and scales, of the embedding and the head as well."""
+    source = MemorySource(toy_config(hidden=64, ffn=128, tie_embeddings=True))
+    source.tensors = {name: tensor.float() for name, tensor in source.tensors.items()}
+    ours, theirs = (
+        Decoder.from_source(source, ops, torch.float32, "cpu", quantization="int8")
+        for ops in (NativeOps(1), ReferenceOps())
+    )
+    ids = torch.arange(32)
+    assert torch.equal(ours.ops.embed(ours.embedding, ids), theirs.ops.embed(theirs.embedding, ids))
+    (got,), (want,) = (Paged(d).run(Rows(0, TOKENS)) for d in (ours, theirs))
+    assert (got - want).abs().mean() < 0.3  # native activations have 8 bits; the logits are some 3 wide
+
+
+def test_half_precision_rows_come_out_of_an_8_bit_embedding() -> None:
+    source = MemorySource(toy_config(tie_embeddings=True))
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        d = Decoder.from_source(source, ReferenceOps(), dtype, "cpu", quantization="int8")
+        (got,) = Paged(d).run(Rows(0, TOKENS))
+        assert got.dtype == dtype
 
 
 CONFIG = toy_config(qkv_bias=True)

@@ -180,7 +180,8 @@ def test_ctrl_c_and_our_own_errors_come_through(folder: Path, monkeypatch: pytes
 def test_the_memory_of_weights_is_known_before(quantization: str | None) -> None:
     for config in (toy_config(tie_embeddings=True), toy_config("qwen2", layers=3), toy_config("qwen3")):
         decoder = Decoder.from_source(MemorySource(config), ReferenceOps(), torch.float32, "cpu", quantization)
-        scales = sum(w.scale.nbytes for x in decoder.layers for w in vars(x).values() if isinstance(w, Int8Weight))
+        weights = [w for x in decoder.layers for w in vars(x).values()] + [decoder.head]
+        scales = sum(w.scale.nbytes for w in weights if isinstance(w, Int8Weight))
         assert (scales > 0) == (quantization == "int8")
         assert weight_bytes(config, torch.float32, quantization) == decoder.weight_bytes - scales
 

@@ -46,7 +46,7 @@ class Paged:
             random.Random(0).shuffle(blocks)
         self.tables = [blocks[i * per_seq : (i + 1) * per_seq] for i in range(n_seqs)]
         size, kv_dtype = (per_seq * n_seqs * block_size, c.n_kv_heads, c.head_dim), kv_dtype or decoder.dtype
-        self.kv = [LayerKV.zeros(*size, kv_dtype, "cpu") for _ in range(c.n_layers)]
+        self.kv = [LayerKV.empty(*size, kv_dtype, "cpu") for _ in range(c.n_layers)]
         for part in (part for kv in self.kv for part in kv.parts):
             part.fill_(torch.nan if part.is_floating_point() else 99)
         self.lengths = [0] * n_seqs

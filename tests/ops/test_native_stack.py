@@ -42,8 +42,8 @@ def test_a_stack_gives_the_bits_of_its_layers_one_by_one(rows: int, threads: int
     assert torch.equal(model.ops.decoder_layers(x, stack, rope, batch), expected)
     assert torch.equal(x, before)
     for a, b in zip(one.kv, many.kv, strict=True):
-        assert torch.equal(a.k[batch.slots], b.k[batch.slots])
-        assert torch.equal(a.v[batch.slots], b.v[batch.slots])
+        assert torch.equal(a.k[:, batch.slots], b.k[:, batch.slots])
+        assert torch.equal(a.v[:, batch.slots], b.v[:, batch.slots])
 
 
 def test_features_do_not_depend_on_where_the_layers_are_cut() -> None:
@@ -85,8 +85,8 @@ def test_stacks_that_do_not_fit_raise() -> None:
         {"kv": good.kv[:4]},
         {"layers": good.layers[:4]},
         {"layers": (), "shapes": (), "kv": ()},
-        {"kv": (*good.kv[:4], LayerKV(last.k[:2], last.v[:2]))},
-        {"kv": (*good.kv[:4], LayerKV(last.k[:, :1].contiguous(), last.v[:, :1].contiguous()))},
+        {"kv": (*good.kv[:4], LayerKV(last.k[:, :2].contiguous(), last.v[:, :2].contiguous()))},
+        {"kv": (*good.kv[:4], LayerKV(last.k[:1], last.v[:1]))},
         {"layers": (*good.layers[:4], other.layers[0]), "shapes": (*good.shapes[:4], other.shapes[0])},
     ):
         with pytest.raises(ValueError, match=r"\w+ .*"):

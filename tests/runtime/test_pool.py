@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -111,3 +114,19 @@ def test_slot_kv_shows_one_logical_slot_of_every_layer() -> None:
 
 def sequence(tokens: list[int], blocks: list[int]) -> Sequence:
     return Sequence(0, tokens, len(tokens), SamplingParams(), SpecParams(), seed=0, blocks=blocks)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="resident memory is read from /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_pool_takes_memory_only_where_it_is_written(dtype: torch.dtype) -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    config, blocks = toy_config(layers=2), 1 << 16
+    before = resident()
+    pool = KVPool(config, blocks, 16, dtype, torch.device("cpu"))
+    size = KVPool.bytes_per_token(config, dtype) * blocks * 16
+    assert size >= 128 << 20
+    assert resident() - before < size / 4
+    pool.layers[0].k.fill_(1)
+    assert resident() - before > size / 8

@@ -42,7 +42,9 @@ class ModelSettings:
 
     model: str = setting(help="the draft model: a folder, hub id, or .gguf file with the target's tokenizer")
     dtype: str = setting("auto", "precision of the draft model", choices=DTYPES)
-    quantization: str | None = setting(None, "weights of the draft model's linear layers", choices=QUANTIZATIONS)
+    quantization: str | None = setting(
+        None, "pack the draft model's linear weights while loading", choices=QUANTIZATIONS
+    )
     max_model_len: int | None = setting(None, "longest text the draft model reads; default: its context", low=2)
     kv_cache_dtype: str | None = setting(
         None, "how the draft model's keys and values are stored; default: as the target's", choices=KV_CACHE_DTYPES
@@ -312,6 +314,7 @@ def build(context: DraftContext, settings: ModelSettings) -> Proposer:
             device=str(context.target.decoder.device),
             quantization=settings.quantization,
             ops="reference" if isinstance(context.target.decoder.ops, ReferenceOps) else context.target.decoder.ops,
+            progress=context.progress,
         )
     except (SettingError, ModelFileError) as error:
         raise type(error)(f"the draft model: {error}") from error
