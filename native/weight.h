@@ -8,8 +8,8 @@
 
 namespace outrider {
 
-// The layout of packed weights in memory, the same on all instruction sets, and the rounding that leads to it. To be
-// raised with every change of either: files of packed weights are then made anew.
+// The layout of packed weights in memory, the same on all instruction sets, the rounding that leads to it, and the
+// checksum. To be raised with every change of these: files of packed weights are then made anew.
 constexpr int kLayout = 1;
 
 // Element types that a weight can be packed from.
