@@ -124,6 +124,8 @@ struct Kernels {
   void (*linear)(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add);
   // One row to 8 bits; `step` is the number of rows in its tile, `at` its group 0.
   void (*quantize)(const float* x, int64_t k, int64_t step, int64_t at, const Acts& to);
+  // What that rounding left over, fp32 [k].
+  void (*left_over)(const float* x, int64_t k, int64_t step, int64_t at, const Acts& of, float* y);
   void (*norm)(const float* x, const float* weight, float eps, int64_t k, float* y);
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);
   // One head: optional norm, rotation by cos/sin [dim / 2], times `scale`.

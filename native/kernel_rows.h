@@ -77,6 +77,12 @@ void quantize(const float* x, int64_t k, int64_t step, int64_t at, const Acts& t
   }
 }
 
+void left_over(const float* x, int64_t k, int64_t step, int64_t at, const Acts& of, float* y) {
+  for (int64_t i = 0; i < k; i += kGroup, at += step)
+    for (int64_t j = 0; j < kGroup; j += kLanes)
+      V::store(y + i + j, V::fma(V::set(-of.scale[at]), V::load_int8(of.q + at * kGroup + j), V::load(x + i + j)));
+}
+
 void silu_mul(const float* gate, const float* up, int64_t n, float* y) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const V::F g = load_part(gate + i, n - i), u = load_part(up + i, n - i);

@@ -40,13 +40,29 @@ inline Acts with(Acts a, const float* x, int64_t k) {
   return a;
 }
 
-// Inputs from .. to of one row to 8 bits; both are multiples of the group.
-inline void quantize_row(const Kernels& kernels, const Acts& a, int64_t row, int64_t from, int64_t to) {
+// Where a row's groups lie: the first one's number, and how far apart they are.
+struct RowPlace {
+  int64_t at, step;
+};
+
+inline RowPlace row_place(const Kernels& kernels, const Acts& a, int64_t row) {
   const Tiles tiles(a.rows, kernels.tile);
   const int64_t size = a.rows / tiles.count, wide = a.rows % tiles.count, in_wide = wide * (size + 1);
-  const int64_t t = row < in_wide ? row / (size + 1) : wide + (row - in_wide) / size, step = tiles.size(t);
-  const int64_t at = tiles.start(t) * (a.k / kGroup) + (row - tiles.start(t)) + from / kGroup * step;
-  kernels.quantize(a.x + row * a.k + from, to - from, step, at, a);
+  const int64_t t = row < in_wide ? row / (size + 1) : wide + (row - in_wide) / size;
+  return {tiles.start(t) * (a.k / kGroup) + (row - tiles.start(t)), tiles.size(t)};
+}
+
+// Inputs from .. to of one row to 8 bits; both are multiples of the group.
+inline void quantize_row(const Kernels& kernels, const Acts& a, int64_t row, int64_t from, int64_t to) {
+  const RowPlace place = row_place(kernels, a, row);
+  kernels.quantize(a.x + row * a.k + from, to - from, place.step, place.at + from / kGroup * place.step, a);
+}
+
+// What that rounding left over to 8 bits of its own: the two together are worth 16. `left` [rows, k] is room for it.
+inline void quantize_rest(const Kernels& kernels, const Acts& a, const Acts& rest, float* left, int64_t row) {
+  const RowPlace place = row_place(kernels, a, row);
+  kernels.left_over(a.x + row * a.k, a.k, place.step, place.at, a, left + row * a.k);
+  kernels.quantize(left + row * a.k, a.k, place.step, place.at, rest);
 }
 
 inline bool any_integer(std::initializer_list<const Linear*> linears) {

@@ -27,7 +27,8 @@ FLOAT_FORMATS = ("f32", "bf16", "int8", "q8_0", "q4_1")
 """What a tensor can be packed to; q8_0 and q4_1 are rounded per group of 32 inputs, int8 per output."""
 
 _QUANTIZED = {"int8": "int8", "int4": "q4_1"}
-_KEPT_AS_INT4 = ("Q4_0", "Q4_1")  # these have 4 bits already: rounding them once more could only lose
+_KEPT_AS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}
+"""Types that have as many bits already: rounding them once more could only lose."""
 
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
@@ -177,7 +178,7 @@ class NativeOps:
         wanted = None if quantization is None else _QUANTIZED[quantization]
         if stored.blocks is not None and stored.blocks[0] in GGUF_FORMATS:
             kind, raw = stored.blocks
-            fmt = None if quantization == "int4" and kind in _KEPT_AS_INT4 else wanted
+            fmt = None if kind in _KEPT_AS.get(quantization or "", ()) else wanted
             return pack_gguf(kind, raw, raw.shape[0], raw.shape[1] // _BLOCK_BYTES[kind] * 32, fmt)
         dense = stored.dense()
         half = torch.bfloat16 in (dtype, dense.dtype)

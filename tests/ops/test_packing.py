@@ -108,7 +108,7 @@ def test_blocks_become_q4_0_only_as_they_are() -> None:
         ("Q4_0", "int4", "q4_0"),
         ("Q8_0", "int4", "q4_1"),
         ("Q8_0", None, "q8_0"),
-        ("Q8_0", "int8", "int8"),
+        ("Q8_0", "int8", "q8_0"),
         ("Q4_1", "int8", "int8"),
     ],
 )
