@@ -300,8 +300,8 @@ struct Pass {
     pool.barrier();
     multiply(kernels(), with(acts, normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
     if (fine_values()) {
-      const int64_t before = blocks(layer.q) + blocks(layer.k);
-      multiply(kernels(), with(rest, left, hidden), {{&layer.v, v, false}}, {std::max<int64_t>(in.from - before, 0), in.to - before}, true);
+      const int64_t before = blocks(layer.q);
+      multiply(kernels(), with(rest, left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, {std::max<int64_t>(in.from - before, 0), in.to - before}, true);
     }
     pool.barrier();
     warm({&layer.o}, out);
