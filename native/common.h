@@ -145,5 +145,6 @@ const Kernels* kernels_avx2();
 const Kernels* kernels_avx2_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_vnni();
+const Kernels* kernels_avx512_amx();
 
 }  // namespace outrider

@@ -3,6 +3,10 @@
 #ifdef OUTRIDER_X86
 #include <cpuid.h>
 #endif
+#ifdef OUTRIDER_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace outrider {
 namespace {
@@ -15,6 +19,20 @@ bool has_avx_vnni() {
 }
 #endif
 
+#ifdef OUTRIDER_AMX
+// Whether the processor has tiles of bytes, the system keeps their state, and lets this process use it. It has to be
+// asked for: a process without tiles is spared their 8 KiB at every switch.
+bool may_use_amx() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // XGETBV
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;  // AMX-TILE, AMX-INT8
+  unsigned enabled = 0, high = 0;
+  asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
+  constexpr int request_permission = 0x1023, tile_data = 18;
+  return (enabled >> 17 & 3) == 3 && syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+}
+#endif
+
 std::vector<const Kernels*> detect() {
   std::vector<const Kernels*> found;
 #ifdef OUTRIDER_X86
@@ -22,7 +40,12 @@ std::vector<const Kernels*> detect() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(kernels_avx512_vnni());
+  if (avx512 && __builtin_cpu_supports("avx512vnni")) {
+#ifdef OUTRIDER_AMX
+    if (may_use_amx()) found.push_back(kernels_avx512_amx());
+#endif
+    found.push_back(kernels_avx512_vnni());
+  }
   if (avx512) found.push_back(kernels_avx512());
 #ifdef OUTRIDER_AVX_VNNI
   if (avx2 && has_avx_vnni()) found.push_back(kernels_avx2_vnni());

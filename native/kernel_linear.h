@@ -27,7 +27,24 @@ struct Output {
   bool add;
 };
 
-// R rows times one block of integer weights. Per group: an exact integer sum, then one or two fused multiply-adds.
+// What one group of weights adds to the sum of a row: one or two fused multiply-adds with the exact integer sum.
+template <Format T>
+struct GroupScales {
+  V::F d{}, m{};
+
+  explicit GroupScales(const uint8_t* w) {
+    if constexpr (T != Format::i8) d = V::load_half(w + (T == Format::q8 ? 512 : 256));
+    if constexpr (T == Format::q4m) m = V::load_half(w + 288);
+  }
+  V::F add(V::F sum, V::F product, float scale, float shift) const {
+    if constexpr (T == Format::i8) return V::fma(product, V::set(scale), sum);
+    sum = V::fma(product, V::mul(d, V::set(scale)), sum);
+    if constexpr (T == Format::q4m) sum = V::fma(m, V::set(shift), sum);
+    return sum;
+  }
+};
+
+// R rows times one block of integer weights.
 // `at` is the tile's first group (see Acts).
 template <int R, Format T>
 void integer_tile(const uint8_t* w, int64_t groups, const Acts& a, int64_t at, const Output& out) {
@@ -58,16 +75,8 @@ void integer_tile(const uint8_t* w, int64_t groups, const Acts& a, int64_t at, c
         for (int r = 0; r < R; r++) acc[r] = V::dot(acc[r], b, q + r * kGroup + 4 * j);
       }
     }
-    if constexpr (T == Format::i8) {
-      for (int r = 0; r < R; r++) sum[r] = V::fma(V::to_f(acc[r]), V::set(scale[r]), sum[r]);
-    } else {
-      const V::F d = V::load_half(w + (T == Format::q8 ? 512 : 256));
-      for (int r = 0; r < R; r++) sum[r] = V::fma(V::to_f(acc[r]), V::mul(d, V::set(scale[r])), sum[r]);
-      if constexpr (T == Format::q4m) {
-        const V::F m = V::load_half(w + 288);
-        for (int r = 0; r < R; r++) sum[r] = V::fma(m, V::set(shift[r]), sum[r]);
-      }
-    }
+    const GroupScales<T> scales(w);
+    for (int r = 0; r < R; r++) sum[r] = scales.add(sum[r], V::to_f(acc[r]), scale[r], shift[r]);
   }
   for (int r = 0; r < R; r++) {
     if constexpr (T == Format::i8) sum[r] = V::mul(sum[r], V::load(reinterpret_cast<const float*>(w)));

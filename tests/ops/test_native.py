@@ -273,6 +273,34 @@ def test_rows_of_a_product_do_not_depend_on_the_batch(fmt: str, isa: str) -> Non
 
 
 @pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("fmt", ["int8", "q8_0", "q4_0", "q4_1"])
+def test_products_of_every_number_of_rows_and_groups_have_the_bits_of_portable_ones(fmt: str, isa: str) -> None:
+    """Around the edges of tiles, of bands of tiles and of strips of groups; outputs that fill no block."""
+    torch.manual_seed(0)
+    shapes = [(rows, 3) for rows in (*range(1, 35), 48, 49, 128, 129, 137, 300)]
+    shapes += [(rows, groups) for rows in (8, 9, 10, 16, 17, 31, 129) for groups in (*range(1, 10), 12, 13, 25, 48)]
+    ops, portable = NativeOps(2, isa), NativeOps(2, "portable")
+    weights = {groups: some_weight(fmt, 37, 32 * groups, groups) for _, groups in shapes}
+    for rows, groups in shapes:
+        x, bias = torch.randn(rows, 32 * groups) * 3, torch.randn(37)
+        got, wanted = (o.linear(x, weights[groups], bias) for o in (ops, portable))
+        assert torch.equal(got, wanted), (rows, groups)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize(("kind", "lowest"), [("Q8_0", -128), ("Q4_0", -8)])
+def test_the_largest_integer_sums_are_exact(kind: str, lowest: int, isa: str) -> None:
+    """Codes and activations at the ends of their ranges: all that is added up has one sign."""
+    codes = torch.full((16, 4, 32), -128, dtype=torch.int8) if kind == "Q8_0" else torch.zeros(16, 4, 16)
+    raw = torch.cat([torch.ones(16, 4, 1).half().view(torch.uint8), codes.to(torch.int8).view(torch.uint8)], -1)
+    weight = pack_gguf(kind, raw.view(16, -1), 16, 128)
+    for rows in (1, 12, 16, 33):
+        for x in (127.0, -127.0):
+            got = NativeOps(1, isa).linear(torch.full((rows, 128), x), weight)
+            assert torch.equal(got, torch.full((rows, 16), 128 * x * lowest))
+
+
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
     [("llama", torch.int8), ("window", None), ("window", torch.bfloat16), ("odd heads", torch.int8)],
