@@ -97,17 +97,17 @@ struct Pass {
     return cutter.used();
   }
 
-  // Values keep what rounding their input to 8 bits leaves over: it is a fifth of what all such rounding costs in
-  // perplexity, and values are a small part of the products.
-  bool fine_values() const { return any_integer({&layer.v}); }
+  // Keys and values keep what rounding their input to 8 bits leaves over: a fifth of what all such rounding costs in
+  // perplexity comes from there, and they are a small part of the products.
+  bool fine() const { return any_integer({&layer.k, &layer.v}); }
 
-  void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize, bool fine) {
+  void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize, bool keep_rest) {
     const Acts a = with(acts, normed, hidden), b = with(rest, left, hidden);
     const Range mine = share(rows, thread, threads);
     for (int64_t r = mine.from; r < mine.to; r++) {
       kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, normed + r * hidden);
       if (quantize) quantize_row(kernels(), a, r, 0, hidden);
-      if (fine) quantize_rest(kernels(), a, b, left, r);
+      if (keep_rest) quantize_rest(kernels(), a, b, left, r);
     }
   }
 
@@ -293,15 +293,19 @@ struct Pass {
     const auto blocks = [](const Linear& l) { return l.weight->blocks(); };
     Pool& pool = context.pool;
 
-    const Range in = share(blocks(layer.q) + blocks(layer.k) + blocks(layer.v), thread, threads);
+    // Blocks of keys and values count twice where what rounding leaves over is multiplied too.
+    const int64_t coarse = blocks(layer.q), twice = fine() ? 2 : 1;
+    const auto block_at = [&](int64_t cost) { return cost < coarse ? cost : coarse + (cost - coarse) / twice; };
+    Range in = share(coarse + twice * (blocks(layer.k) + blocks(layer.v)), thread, threads);
+    in = {block_at(in.from), block_at(in.to)};
     const Range out = share(blocks(layer.o), thread, threads);
     warm({&layer.q, &layer.k, &layer.v}, in);
-    norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}), fine_values());
+    norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}), fine());
     pool.barrier();
     multiply(kernels(), with(acts, normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
-    if (fine_values()) {
-      const int64_t before = blocks(layer.q);
-      multiply(kernels(), with(rest, left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, {std::max<int64_t>(in.from - before, 0), in.to - before}, true);
+    if (fine()) {
+      const Range again = {std::max<int64_t>(in.from - coarse, 0), in.to - coarse};
+      multiply(kernels(), with(rest, left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, again, true);
     }
     pool.barrier();
     warm({&layer.o}, out);

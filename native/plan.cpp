@@ -7,7 +7,7 @@
 namespace outrider {
 namespace {
 
-constexpr int64_t kTileRows = 16;  // rows that share keys and values in the cache
+constexpr int64_t kTileRows = 8;  // rows that share keys and values in the cache
 
 void require(bool ok, const std::string& what) {
   if (!ok) throw std::invalid_argument("batch: " + what);

@@ -217,7 +217,7 @@ def test_layers_equal_the_reference(name: str, kv_dtype: torch.dtype) -> None:
 class RoundingOps(ReferenceOps):
     """The reference with the input of every linear layer rounded as the integer kernels round it.
 
-    That of ``fine`` weights, the values', keeps what the rounding leaves over, rounded as well.
+    That of ``fine`` weights (keys and values) keeps what the rounding leaves over, rounded as well.
     """
 
     def __init__(self, fine: Sequence[Any]) -> None:
@@ -234,13 +234,13 @@ def test_layers_of_integer_weights_equal_the_reference_with_rounded_activations(
     decoder = native_decoder(CONFIGS["llama"], fmt)
     got, plain = torch.cat(traffic(Paged(decoder, n_seqs=2))), reference_of(decoder)
     unrounded = torch.cat(traffic(Paged(plain, n_seqs=2)))
-    plain.ops = RoundingOps([layer.v for layer in plain.layers])
+    plain.ops = RoundingOps([weight for layer in plain.layers for weight in (layer.k, layer.v)])
     wanted = torch.cat(traffic(Paged(plain, n_seqs=2)))
     assert (got - wanted).std() < 0.2 * (unrounded - wanted).std()  # what is left: values on the edge of rounding
     assert (got - wanted).abs().median() < 1e-4
     plain.ops = RoundingOps([])
     coarse = torch.cat(traffic(Paged(plain, n_seqs=2)))
-    assert (got - wanted).std() < 0.2 * (got - coarse).std()  # so values are finer indeed
+    assert (got - wanted).std() < 0.2 * (got - coarse).std()  # so they are finer indeed
 
 
 def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
