@@ -60,16 +60,27 @@ struct Pass {
   int64_t hidden, q_width, kv_width, ffn, padded, shared;  // `shared`: query heads that share a KV head
   int64_t states = 0;  // queries whose states are kept; 0: each task gathers its own
   int64_t scratch_floats = 0;  // of one thread
-  Acts acts{}, rest{}, inner{};
-  float *normed = nullptr, *q = nullptr, *k = nullptr, *v = nullptr, *turned = nullptr, *mixed = nullptr;
-  float *left = nullptr, *gate = nullptr, *up = nullptr, *state = nullptr, *scratch = nullptr;
+  // Inputs of the products. With fewer rows than threads each thread makes all of them for itself: that is sooner done
+  // than waiting for the one that would.
+  struct Inputs {
+    Acts acts, rest;
+    float *normed, *left, *mixed;
+  };
+  bool alone = false;  // each thread for itself
+  std::vector<Inputs> inputs{};
+  Acts inner{};
+  float *q = nullptr, *k = nullptr, *v = nullptr, *turned = nullptr;
+  float *gate = nullptr, *up = nullptr, *state = nullptr, *scratch = nullptr;
 
   const Kernels& kernels() const { return *context.kernels; }
+  const Inputs& input(int thread) const { return inputs[alone ? static_cast<size_t>(thread) : 0]; }
+  Range own_rows(int thread) const { return alone ? Range{0, rows} : share(rows, thread, threads); }
 
-  // Few rows: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
+  // Few pieces: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
   // Who does what changes no bits.
   void plan_attention() {
-    const bool apart = n_tiles * layer.kv_heads < 4 * threads;
+    alone = rows < threads;
+    const bool apart = alone || n_tiles * layer.kv_heads < 4 * threads;
     int64_t most = 0;
     for (int64_t i = 0; i < n_tiles; i++) {
       most = std::max(most, tiles[i].count * shared);
@@ -80,16 +91,19 @@ struct Pass {
 
   int64_t cut(uint8_t* memory) {
     Cutter cutter(memory);
-    acts = cut_acts(cutter, rows, std::max(hidden, q_width) / kGroup * kGroup);
-    rest = cut_acts(cutter, rows, hidden / kGroup * kGroup);
+    inputs.resize(alone ? static_cast<size_t>(threads) : 1);
+    for (Inputs& in : inputs) {
+      in.acts = cut_acts(cutter, rows, std::max(hidden, q_width) / kGroup * kGroup);
+      in.rest = cut_acts(cutter, rows, hidden / kGroup * kGroup);
+      in.normed = cutter.take<float>(rows * hidden);
+      in.left = cutter.take<float>(rows * hidden);
+      in.mixed = cutter.take<float>(rows * q_width);
+    }
     inner = cut_acts(cutter, rows, ffn / kGroup * kGroup);
-    normed = cutter.take<float>(rows * hidden);
-    left = cutter.take<float>(rows * hidden);
     q = cutter.take<float>(rows * q_width);
     k = cutter.take<float>(rows * kv_width);
     v = cutter.take<float>(rows * kv_width);
     turned = cutter.take<float>(rows * layer.heads * padded);
-    mixed = cutter.take<float>(rows * q_width);
     gate = cutter.take<float>(rows * ffn);
     up = cutter.take<float>(rows * ffn);
     state = cutter.take<float>(states * state_floats(padded));
@@ -102,13 +116,15 @@ struct Pass {
   bool fine() const { return any_integer({&layer.k, &layer.v}); }
 
   void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize, bool keep_rest) {
-    const Acts a = with(acts, normed, hidden), b = with(rest, left, hidden);
-    const Range mine = share(rows, thread, threads);
+    const Inputs& in = input(thread);
+    const Acts a = with(in.acts, in.normed, hidden), b = with(in.rest, in.left, hidden);
+    const Range mine = own_rows(thread);
     for (int64_t r = mine.from; r < mine.to; r++) {
-      kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, normed + r * hidden);
+      kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, in.normed + r * hidden);
       if (quantize) quantize_row(kernels(), a, r, 0, hidden);
-      if (keep_rest) quantize_rest(kernels(), a, b, left, r);
+      if (keep_rest) quantize_rest(kernels(), a, b, in.left, r);
     }
+    if (!alone) context.pool.barrier();
   }
 
   // Asks for the first keys of the thread's first piece of attention.
@@ -216,10 +232,10 @@ struct Pass {
         }
       }
     }
-    for (int64_t i = 0; i < queries; i++) finish(sums + i * size, p.tile->first + i / shared, p.kv_head * shared + i % shared);
+    for (int64_t i = 0; i < queries; i++) finish(sums + i * size, p.tile->first + i / shared, p.kv_head * shared + i % shared, inputs[0].mixed);
   }
 
-  void finish(const float* of, int64_t row, int64_t head) const {
+  void finish(const float* of, int64_t row, int64_t head, float* mixed) const {
     kernels().finish(of, padded, layer.head_dim, mixed + (row - first) * q_width + head * layer.head_dim);
   }
 
@@ -248,8 +264,9 @@ struct Pass {
   // Adds up what was worked out apart, and makes the rows ready for the output projection.
   void gather(int thread, bool quantize) {
     const int64_t size = state_floats(padded);
-    const Acts a = with(acts, mixed, q_width);
-    const Range mine = share(rows, thread, threads);
+    const Inputs& in = input(thread);
+    const Acts a = with(in.acts, in.mixed, q_width);
+    const Range mine = own_rows(thread);
     float* from = state;
     for (int64_t i = 0; states && i < n_tiles; i++) {
       const RowTile& tile = tiles[i];
@@ -261,19 +278,21 @@ struct Pass {
             const int64_t task = (stretch - tile.from) * layer.kv_heads + head / shared;
             return from + (task * queries + (row - tile.first) * shared + head % shared) * size;
           };
-          float* sum = of(r.first_stretch());
+          float* const sum = scratch + thread * scratch_floats;
+          std::copy(of(r.first_stretch()), of(r.first_stretch()) + size, sum);
           for (int64_t s = r.first_stretch() + 1; s < r.end_stretch(); s++) kernels().merge(sum, of(s), padded);
-          finish(sum, row, head);
+          finish(sum, row, head, in.mixed);
         }
       }
       from += (tile.to - tile.from) * layer.kv_heads * queries * size;
     }
     for (int64_t r = mine.from; quantize && r < mine.to; r++) quantize_row(kernels(), a, r, 0, q_width);
+    if (!alone) context.pool.barrier();
   }
 
   // Gate and up projection of the same outputs, one after the other, then the gate while both are in the cache.
   void gate_up(int thread) {
-    const Acts a = with(acts, normed, hidden), b = with(inner, gate, ffn);
+    const Acts a = with(input(thread).acts, input(thread).normed, hidden), b = with(inner, gate, ffn);
     const bool quantize = any_integer({&layer.down});
     const int64_t unit = quantize ? kGroup / kLanes : 1;  // blocks that are not shared out
     Range mine = share(layer.gate.weight->blocks() / unit, thread, threads);
@@ -292,6 +311,7 @@ struct Pass {
   void run(int thread) {
     const auto blocks = [](const Linear& l) { return l.weight->blocks(); };
     Pool& pool = context.pool;
+    const Inputs& mine = input(thread);
 
     // Blocks of keys and values count twice where what rounding leaves over is multiplied too.
     const int64_t coarse = blocks(layer.q), twice = fine() ? 2 : 1;
@@ -301,11 +321,10 @@ struct Pass {
     const Range out = share(blocks(layer.o), thread, threads);
     warm({&layer.q, &layer.k, &layer.v}, in);
     norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}), fine());
-    pool.barrier();
-    multiply(kernels(), with(acts, normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
+    multiply(kernels(), with(mine.acts, mine.normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
     if (fine()) {
       const Range again = {std::max<int64_t>(in.from - coarse, 0), in.to - coarse};
-      multiply(kernels(), with(rest, left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, again, true);
+      multiply(kernels(), with(mine.rest, mine.left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, again, true);
     }
     pool.barrier();
     warm({&layer.o}, out);
@@ -314,18 +333,14 @@ struct Pass {
     pool.barrier();
     attend(thread);
     pool.barrier();
-    if (states || any_integer({&layer.o})) {
-      gather(thread, any_integer({&layer.o}));
-      pool.barrier();
-    }
+    if (states || any_integer({&layer.o})) gather(thread, any_integer({&layer.o}));
     const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
     if (x != y)
       for (int64_t r = 0; r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
-    multiply(kernels(), with(acts, mixed, q_width), {{&layer.o, y}}, out, true);
+    multiply(kernels(), with(mine.acts, mine.mixed, q_width), {{&layer.o, y}}, out, true);
     pool.barrier();
     warm({&layer.gate}, share(blocks(layer.gate), thread, threads));
     norm(thread, y, layer.post_norm, any_integer({&layer.gate, &layer.up}), false);
-    pool.barrier();
     gate_up(thread);
     warm({&layer.down}, share(blocks(layer.down), thread, threads));
     pool.barrier();
