@@ -34,6 +34,9 @@ from outrider.spec.drafts.ngram import Ngram, NgramSettings
 from outrider.spec.drafts.none import NoDraft
 from outrider.spec.proposer import Proposer
 
+BURST = 8
+"""Steps of one kind in a row, as when it serves; the first of them, after another kind's, does not count."""
+
 PHASES = ("schedule", "draft", "build", "forward", "verify", "commit")
 
 
@@ -117,7 +120,7 @@ class Kind:
             self.engine.add_request(prompt, params, SpecParams())
         while any(len(seq) - seq.n_computed > 1 or not seq.n_output for seq in self.engine.sequences):
             self.engine.step()
-        self._left = 8  # steps, so that the context stays about the same even if all is accepted
+        self._left = BURST  # steps, so that the context stays about the same even if all is accepted
 
     def step(self, keep: bool) -> None:
         if not self._left:
@@ -185,9 +188,10 @@ def compare(model: LoadedModel, options: argparse.Namespace) -> None:
     """Prints the parts of each kind's steps, and the ratios."""
     names = (("plain", 1), ("plain", 8), ("draft 7", 1), ("ngram", 1), ("ngram", 8))
     kinds = [Kind(model, *name, options) for name in names]
-    for i in range(options.steps + 3):
+    for i in range(-(-options.steps // (BURST - 1)) + 1):
         for kind in kinds:
-            kind.step(keep=i >= 3)
+            for j in range(BURST):
+                kind.step(keep=i > 0 and j > 0)
     columns = ("rows", "step", "native", *PHASES, "rest")
     print(f"{model.decoder.ops.describe()}; weights {options.quantization or 'as stored'}, context {options.context}")
     print(f"{'milliseconds':18}" + "".join(f"{name:>9}" for name in columns) + "   step/native")
