@@ -10,10 +10,9 @@
 namespace outrider {
 namespace {
 
-constexpr int kTileRows = 16;    // of a tile register
-constexpr int kFewestRows = 12;  // of a pass: below, it is not worth it
-constexpr int64_t kStrip = 12;   // groups of a block at a time: their codes and products stay in the first cache
-constexpr int64_t kBand = 8;     // tiles of rows that go through a strip one after the other
+constexpr int kTileRows = 16;   // of a tile register
+constexpr int64_t kStrip = 12;  // groups of a block at a time: their codes and products stay in the first cache
+constexpr int64_t kBand = 8;    // tiles of rows that go through a strip one after the other
 
 // What the processor reads. Registers 0-3 hold products, 4 activations, 5 weights.
 struct alignas(64) TileConfig {
@@ -153,9 +152,8 @@ void linear_by_tiles(const WeightView& w, const Acts& a, int64_t b0, int64_t b1,
 }
 
 void linear_amx(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add) {
-  // Few rows are one tile, whether this is at most 12 or 16 rows: Acts are the same.
-  static_assert(kFewestRows <= V::tile + 1 && kFewestRows >= kTileRows / 2);
-  if (a.rows < kFewestRows || is_dense(w.format)) return linear(w, a, b0, b1, y, ldy, bias, add);
+  // Few rows are no faster this way. They are one tile, whether that has room for V::tile or kTileRows: the same Acts.
+  if (a.rows <= V::tile || is_dense(w.format)) return linear(w, a, b0, b1, y, ldy, bias, add);
   const Output out = {y, ldy, 0, bias, add};
   switch (w.format) {
     case Format::q8: return linear_by_tiles<Format::q8>(w, a, b0, b1, out);

@@ -37,8 +37,7 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
   const auto work = [&](int thread) {
     if (integer) {
-      const Range mine = share(rows, thread, context.pool.threads());
-      for (int64_t r = mine.from; r < mine.to; r++) quantize_row(*context.kernels, a, r, 0, a.k);
+      quantize_share(*context.kernels, a, thread, context.pool.threads());
       context.pool.barrier();
     }
     const Range blocks = share(weight.blocks(), thread, context.pool.threads());

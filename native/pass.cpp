@@ -97,10 +97,10 @@ struct Pass {
   void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize) {
     const Acts a = with(acts, normed, hidden);
     const Range mine = share(rows, thread, threads);
-    for (int64_t r = mine.from; r < mine.to; r++) {
-      kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, normed + r * hidden);
-      if (quantize) quantize_row(kernels(), a, r, 0, hidden);
-    }
+    for (int64_t r = mine.from; r < mine.to; r++) kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, normed + r * hidden);
+    if (!quantize) return;
+    context.pool.barrier();
+    quantize_share(kernels(), a, thread, threads);
   }
 
   // Rotary embedding of queries and keys, KV writes: one head of one row is one piece of work.
@@ -208,7 +208,9 @@ struct Pass {
       }
       from += (tile.to - tile.from) * layer.kv_heads * queries * size;
     }
-    for (int64_t r = mine.from; quantize && r < mine.to; r++) quantize_row(kernels(), a, r, 0, q_width);
+    if (!quantize) return;
+    if (states) context.pool.barrier();
+    quantize_share(kernels(), a, thread, threads);
   }
 
   // Gate and up projection of the same outputs, one after the other, then the gate while both are in the cache.

@@ -49,6 +49,13 @@ inline void quantize_row(const Kernels& kernels, const Acts& a, int64_t row, int
   kernels.quantize(a.x + row * a.k + from, to - from, step, at, a);
 }
 
+// A thread's share of all rows to 8 bits: some groups of every row. Rows of a tile lie side by side, and two threads that
+// write them would wait for each other's cache lines.
+inline void quantize_share(const Kernels& kernels, const Acts& a, int thread, int threads) {
+  const Range mine = share(a.k / kGroup, thread, threads);
+  for (int64_t r = 0; r < a.rows && mine.from < mine.to; r++) quantize_row(kernels, a, r, mine.from * kGroup, mine.to * kGroup);
+}
+
 inline bool any_integer(std::initializer_list<const Linear*> linears) {
   return std::any_of(linears.begin(), linears.end(), [](const Linear* l) { return !is_dense(l->weight->format()); });
 }
