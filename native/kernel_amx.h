@@ -151,17 +151,5 @@ void linear_by_tiles(const WeightView& w, const Acts& a, int64_t b0, int64_t b1,
   _tile_release();
 }
 
-void linear_amx(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add) {
-  // Few rows are no faster this way. They are one tile, whether that has room for V::tile or kTileRows: the same Acts.
-  if (a.rows <= V::tile || is_dense(w.format)) return linear(w, a, b0, b1, y, ldy, bias, add);
-  const Output out = {y, ldy, 0, bias, add};
-  switch (w.format) {
-    case Format::q8: return linear_by_tiles<Format::q8>(w, a, b0, b1, out);
-    case Format::q4: return linear_by_tiles<Format::q4>(w, a, b0, b1, out);
-    case Format::q4m: return linear_by_tiles<Format::q4m>(w, a, b0, b1, out);
-    default: return linear_by_tiles<Format::i8>(w, a, b0, b1, out);
-  }
-}
-
 }  // namespace
 }  // namespace outrider

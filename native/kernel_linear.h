@@ -154,7 +154,7 @@ void linear_as(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, const
   }
 }
 
-void linear(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add) {
+[[maybe_unused]] void linear(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, float* y, int64_t ldy, const float* bias, bool add) {
   const Output out = {y, ldy, 0, bias, add};
   switch (w.format) {
     case Format::f32: return linear_as<Format::f32>(w, a, b0, b1, out);

@@ -37,8 +37,8 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
   const auto work = [&](int thread) {
     if (integer) {
-      const Range mine = share(rows, thread, context.pool.threads());
-      for (int64_t r = mine.from; r < mine.to; r++) quantize_row(*context.kernels, a, r, 0, a.k);
+      const Range groups = share(a.k / kGroup, thread, context.pool.threads());
+      quantize_rows(*context.kernels, a, {groups.from * kGroup, groups.to * kGroup});
       context.pool.barrier();
     }
     const Range blocks = share(weight.blocks(), thread, context.pool.threads());

@@ -14,7 +14,7 @@ constexpr int64_t kPanel = 128;
 struct Product {
   const Linear* linear;
   float* y;
-  bool biased = true;
+  bool again = false;  // what rounding the inputs left over: without bias, and nothing for floats
 };
 
 void multiply(const Kernels& kernels, const Acts& a, std::initializer_list<Product> products, Range range, bool add = false) {
@@ -22,7 +22,8 @@ void multiply(const Kernels& kernels, const Acts& a, std::initializer_list<Produ
   for (const Product& p : products) {
     const Weight& w = *p.linear->weight;
     const int64_t from = std::max<int64_t>(range.from - before, 0), to = std::min(range.to - before, w.blocks());
-    if (from < to) kernels.linear(w.view(), a, from, to, p.y, w.n(), p.linear->bias.empty() || !p.biased ? nullptr : p.linear->bias.data(), add);
+    const float* bias = p.linear->bias.empty() || p.again ? nullptr : p.linear->bias.data();
+    if (from < to && !(p.again && is_dense(w.format()))) kernels.linear(w.view(), a, from, to, p.y, w.n(), bias, add);
     before += w.blocks();
   }
 }
@@ -76,6 +77,12 @@ struct Pass {
   const Inputs& input(int thread) const { return inputs[alone ? static_cast<size_t>(thread) : 0]; }
   Range own_rows(int thread) const { return alone ? Range{0, rows} : share(rows, thread, threads); }
 
+  // Inputs of every row that this thread rounds; see quantize_rows.
+  Range own_inputs(int thread, int64_t width) const {
+    const Range groups = alone ? Range{0, width / kGroup} : share(width / kGroup, thread, threads);
+    return {groups.from * kGroup, groups.to * kGroup};
+  }
+
   // Few pieces: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
   // Who does what changes no bits.
   void plan_attention() {
@@ -117,12 +124,13 @@ struct Pass {
 
   void norm(int thread, const float* from, const std::vector<float>& weight, bool quantize, bool keep_rest) {
     const Inputs& in = input(thread);
-    const Acts a = with(in.acts, in.normed, hidden), b = with(in.rest, in.left, hidden);
     const Range mine = own_rows(thread);
-    for (int64_t r = mine.from; r < mine.to; r++) {
-      kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, in.normed + r * hidden);
-      if (quantize) quantize_row(kernels(), a, r, 0, hidden);
-      if (keep_rest) quantize_rest(kernels(), a, b, in.left, r);
+    for (int64_t r = mine.from; r < mine.to; r++) kernels().norm(from + r * hidden, weight.data(), layer.eps, hidden, in.normed + r * hidden);
+    if (quantize) {
+      if (!alone) context.pool.barrier();
+      const Acts a = with(in.acts, in.normed, hidden), b = with(in.rest, in.left, hidden);
+      quantize_rows(kernels(), a, own_inputs(thread, hidden));
+      if (keep_rest) quantize_rests(kernels(), a, b, in.left, own_inputs(thread, hidden));
     }
     if (!alone) context.pool.barrier();
   }
@@ -265,7 +273,6 @@ struct Pass {
   void gather(int thread, bool quantize) {
     const int64_t size = state_floats(padded);
     const Inputs& in = input(thread);
-    const Acts a = with(in.acts, in.mixed, q_width);
     const Range mine = own_rows(thread);
     float* from = state;
     for (int64_t i = 0; states && i < n_tiles; i++) {
@@ -286,7 +293,10 @@ struct Pass {
       }
       from += (tile.to - tile.from) * layer.kv_heads * queries * size;
     }
-    for (int64_t r = mine.from; quantize && r < mine.to; r++) quantize_row(kernels(), a, r, 0, q_width);
+    if (quantize) {
+      if (states && !alone) context.pool.barrier();
+      quantize_rows(kernels(), with(in.acts, in.mixed, q_width), own_inputs(thread, q_width));
+    }
     if (!alone) context.pool.barrier();
   }
 
@@ -324,7 +334,7 @@ struct Pass {
     multiply(kernels(), with(mine.acts, mine.normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
     if (fine()) {
       const Range again = {std::max<int64_t>(in.from - coarse, 0), in.to - coarse};
-      multiply(kernels(), with(mine.rest, mine.left, hidden), {{&layer.k, k, false}, {&layer.v, v, false}}, again, true);
+      multiply(kernels(), with(mine.rest, mine.left, hidden), {{&layer.k, k, true}, {&layer.v, v, true}}, again, true);
     }
     pool.barrier();
     warm({&layer.o}, out);

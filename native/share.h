@@ -58,11 +58,20 @@ inline void quantize_row(const Kernels& kernels, const Acts& a, int64_t row, int
   kernels.quantize(a.x + row * a.k + from, to - from, place.step, place.at + from / kGroup * place.step, a);
 }
 
+// Inputs `range` of every row to 8 bits. A thread takes some inputs of all rows, not all inputs of some: rows of a tile
+// lie side by side, and two threads that write them would wait for each other's cache lines.
+inline void quantize_rows(const Kernels& kernels, const Acts& a, Range range) {
+  for (int64_t r = 0; r < a.rows && range.from < range.to; r++) quantize_row(kernels, a, r, range.from, range.to);
+}
+
 // What that rounding left over to 8 bits of its own: the two together are worth 16. `left` [rows, k] is room for it.
-inline void quantize_rest(const Kernels& kernels, const Acts& a, const Acts& rest, float* left, int64_t row) {
-  const RowPlace place = row_place(kernels, a, row);
-  kernels.left_over(a.x + row * a.k, a.k, place.step, place.at, a, left + row * a.k);
-  kernels.quantize(left + row * a.k, a.k, place.step, place.at, rest);
+inline void quantize_rests(const Kernels& kernels, const Acts& a, const Acts& rest, float* left, Range range) {
+  for (int64_t r = 0; r < a.rows && range.from < range.to; r++) {
+    const RowPlace place = row_place(kernels, a, r);
+    const int64_t at = place.at + range.from / kGroup * place.step, from = r * a.k + range.from;
+    kernels.left_over(a.x + from, range.to - range.from, place.step, at, a, left + from);
+    kernels.quantize(left + from, range.to - range.from, place.step, at, rest);
+  }
 }
 
 inline bool any_integer(std::initializer_list<const Linear*> linears) {
