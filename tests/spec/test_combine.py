@@ -23,8 +23,9 @@ from outrider.spec.proposer import Needs, Proposer
 from outrider.spec.registry import spec_from_mapping
 from tests.engine.drafters import Oracle, Script, Silent, Wrong, context_for, registered
 from tests.engine.harness import assert_same, greedy, make_engine, plain, run_all, toy_target
+from tests.spec.verify_exact import Explorer, History, Propose, Toy, gap, toy
 
-FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 PROMPT = [5, 6, 7]
 HALF = Dist.of(np.array([1, 2]), np.array([0.5, 0.5]))
 
@@ -189,3 +190,48 @@ def test_parts_that_cannot_be_are_refused(parts: Any, said: str) -> None:
     with pytest.raises(SettingError) as error:
         spec_from_mapping({"method": "combine", "combine_parts": parts})
     assert said in str(error.value)
+
+
+def drawn(n: int) -> Propose:
+    """A chain of ``n`` tokens drawn from the drafter's own law."""
+
+    def propose(draws: Explorer, drafter: Toy, output: History) -> Draft:
+        tokens: list[int] = []
+        q: list[Dist | None] = []
+        for _ in range(n):
+            q.append(drafter(output + tuple(tokens)))
+            tokens.append(draws.pick(drafter(output + tuple(tokens)), 0))
+        return Draft.chain(tokens, q)
+
+    return propose
+
+
+def certain(draws: Explorer, drafter: Toy, output: History) -> Draft:
+    """A certain tree, of tokens that the drawn chains often propose as well."""
+    return Draft.tree([0, 1, 2], [-1, 0, -1])
+
+
+def united(*proposes: Propose, budget: int, choosy: bool = False) -> Propose:
+    """The drafts in one tree; a ``choosy`` one leaves out a drawn token that a certain one before it has."""
+
+    def propose(draws: Explorer, drafter: Toy, output: History) -> Draft:
+        parts = [propose(draws, drafter, output) for propose in proposes]
+        if choosy and parts[1].tokens[0] in (0, 2):
+            parts[1] = Draft()
+        return unite(parts, _in_turns, budget)
+
+    return propose
+
+
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+@pytest.mark.parametrize("budget", [2, 3, 5])
+@pytest.mark.parametrize("parts", [(drawn(2), certain), (certain, drawn(2)), (drawn(1), drawn(1), certain)])
+def test_the_law_of_a_merged_draft_is_the_targets(parts: tuple[Propose, ...], budget: int, method: str) -> None:
+    """Exactly, over every outcome of what is drawn and decided; see the control below."""
+    target, drafter = toy(SamplingParams(), 1, vocab_size=3), toy(SamplingParams(), 2, vocab_size=3)
+    assert gap(target, drafter, united(*parts, budget=budget), method, n=2) < 1e-12
+
+
+def test_leaving_out_a_drawn_token_for_its_value_would_be_seen() -> None:
+    target, drafter = toy(SamplingParams(), 1, vocab_size=3), toy(SamplingParams(), 2, vocab_size=3)
+    assert gap(target, drafter, united(certain, drawn(1), budget=5, choosy=True), "standard", n=2) > 1e-3

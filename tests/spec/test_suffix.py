@@ -14,7 +14,7 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
 from outrider.spec.drafts.suffix import LENGTHS, SCANNED, SHARPNESS, Memory, Suffix, SuffixIndex, SuffixSettings
 
-FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=SCANNED))
 
 
@@ -111,7 +111,7 @@ def test_the_tree_is_what_a_plain_loop_finds(
 
 
 @FAST
-@given(texts, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=6), min_size=1, max_size=4), st.integers(1, 8))
+@given(texts, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 8))
 def test_remembered_answers_count_as_the_text_itself(tokens: list[int], answers: list[list[int]], budget: int) -> None:
     drafter = suffix(max_cached_requests=10, max_spec_factor=8.0)
     for output in answers:

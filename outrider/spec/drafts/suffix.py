@@ -21,7 +21,7 @@ from outrider.spec.proposer import DraftContext, Proposer
 
 LENGTHS = (8, 4, 2, 1)
 """The n-grams that are kept; a match is then followed backwards to its full length."""
-SCANNED = 32
+SCANNED = 16
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
 SHARPNESS = 4.0
 """How many times as much an occurrence counts that agrees with the end of the text in one token more."""
