@@ -64,7 +64,8 @@ def plain_loop(
         longest = max([longest, *(agree for _, _, agree in found)])
     total = sum(weight for _, _, weight in places)
     paths: list[tuple[int, ...]] = []
-    path, group = (), places
+    path: tuple[int, ...] = ()
+    group = places
     offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, float]]]] = []
     while len(paths) < 12:
         children: dict[int, list[tuple[list[int], int, float]]] = {}
