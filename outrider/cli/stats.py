@@ -38,6 +38,9 @@ def output_json(output: RequestOutput) -> dict[str, Any]:
         },
         "seconds": {"prefill": round(output.prefill_s, 6), "decode": round(output.decode_s, 6)},
     }
+    if stats.by_source:
+        counts = {source: {"drafted": d, "accepted": a} for source, (d, a) in stats.by_source.items()}
+        result["speculation"]["by_source"] = counts
     if first.logprobs is not None:
         result["logprobs"] = _logprobs(first)
     if len(output.completions) > 1:
@@ -66,6 +69,7 @@ def stats_lines(
         f"drafter {output.drafter}: {stats.emitted} tokens in {stats.steps} steps, {tokens_per_step}",
         f"drafted {stats.drafted}, accepted {stats.accepted} ({stats.acceptance_rate:.0%}); by position {by_position}",
     ]
+    lines += [f"{source}: drafted {drafted}, accepted {kept}" for source, (drafted, kept) in stats.by_source.items()]
     lines += [f"no draft in {count} steps: {reason}" for reason, count in stats.no_draft.items()]
     draft, forward = (metrics.seconds[phase] - seconds_before[phase] for phase in ("draft", "forward"))
     if forward > 0:

@@ -16,7 +16,8 @@ class Draft:
     siblings are visited in order of their index. ``q[i]`` is the distribution that ``tokens[i]`` was really drawn
     from, with the earlier siblings removed where it was drawn without replacement; None means the token was certain
     (a point mass). Rows from ``n_verify`` on are probes: the target scores them, verification never accepts them.
-    ``reason`` says why a drafter that was given a budget proposed nothing.
+    ``reason`` says why a drafter that was given a budget proposed nothing. ``sources`` names, per node, who proposed
+    it, where several drafters share a draft.
     """
 
     tokens: tuple[int, ...] = ()
@@ -25,6 +26,7 @@ class Draft:
     n_verify: int = -1
     confidence: tuple[float, ...] | None = None
     reason: str = ""
+    sources: tuple[str, ...] | None = None
     depths: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -105,7 +107,16 @@ class Draft:
             min(self.n_verify, budget),
             None if self.confidence is None else self.confidence[:budget],
             self.reason,
+            None if self.sources is None else self.sources[:budget],
         )
+
+    def by_source(self, path: Sequence[int]) -> dict[str, tuple[int, int]]:
+        """Per source, how many nodes it proposed for verification and how many of them are on ``path``."""
+        counts: dict[str, tuple[int, int]] = {}
+        for node, source in enumerate((self.sources or ())[: self.n_verify]):
+            drafted, accepted = counts.get(source, (0, 0))
+            counts[source] = (drafted + 1, accepted + (node in path))
+        return counts
 
     def ancestor_words(self) -> list[list[int]]:
         """Per node, the bit mask of its ancestors and itself over the draft's nodes, in signed 64-bit words."""

@@ -6,6 +6,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -172,15 +173,25 @@ class SamplingParams:
 class SpecParams:
     """Speculation settings of one request: on or off, which of the engine's drafters, and a cap on draft tokens a step.
 
-    ``drafter`` None is the engine's default one; ``max_draft`` None leaves the length to the controller.
+    ``drafter`` None is the engine's default one; ``max_draft`` None leaves the length to the controller. ``prediction``
+    is what the caller expects the answer to be, as a text or token ids, for a drafter that makes use of it. Requests of
+    different ``tenant`` never see what drafters remember of each other's answers.
     """
 
     enabled: bool = True
     drafter: str | None = None
     max_draft: int | None = None
+    prediction: str | tuple[int, ...] = ()
+    tenant: str = ""
 
     def __post_init__(self) -> None:
-        m, d = self.max_draft, self.drafter
+        m, d, t, p = self.max_draft, self.drafter, self.tenant, self.prediction
+        if not isinstance(p, str):
+            _require(isinstance(p, Iterable), "prediction", p, "a text or token ids")
+            ids: Any = tuple(_plain(token) for token in p)
+            _require(all(_whole(token) and token >= 0 for token in ids), "prediction", p, "a text or token ids")
+            object.__setattr__(self, "prediction", ids)
+        _require(isinstance(t, str), "tenant", t, "a text")
         _require(d is None or isinstance(d, str), "drafter", d, "a drafter's name, or None")
         _require(isinstance(self.enabled, bool), "enabled", self.enabled, "true or false")
         _require(m is None or (_whole(m) and m >= 0), "max_draft", m, "a whole number >= 0, or None")

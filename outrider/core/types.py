@@ -5,6 +5,7 @@ Sizes in shapes: N rows, B sequences, M logit rows, T draft nodes, V vocabulary,
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
@@ -199,6 +200,7 @@ class SpanRecord:
     accepted: int
     emitted: int
     reason: str = ""  # why there was no draft although there was a budget
+    sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (drafted, accepted) by who proposed them
 
 
 @dataclass(frozen=True)

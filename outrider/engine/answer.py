@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from outrider.core.types import FinishReason, Sequence
@@ -27,8 +27,16 @@ class SpecStats:
     emitted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)  # [d]: how often draft token d + 1 was accepted
     no_draft: dict[str, int] = field(default_factory=dict)  # steps without a draft, by the drafter's reason
+    by_source: dict[str, tuple[int, int]] = field(default_factory=dict)  # (drafted, accepted), where drafters share
 
-    def add_step(self, drafted: int, accepted: int, emitted: int, reason: str = "") -> None:
+    def add_step(
+        self,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        reason: str = "",
+        sources: Mapping[str, tuple[int, int]] | None = None,
+    ) -> None:
         self.steps += 1
         self.drafts += drafted > 0
         self.drafted += drafted
@@ -40,6 +48,12 @@ class SpecStats:
             self.accepted_per_position[depth] += 1
         if reason:
             self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
+        self._add_sources(sources or {})
+
+    def _add_sources(self, sources: Mapping[str, tuple[int, int]]) -> None:
+        for source, (drafted, accepted) in sources.items():
+            before = self.by_source.get(source, (0, 0))
+            self.by_source[source] = (before[0] + drafted, before[1] + accepted)
 
     @staticmethod
     def total(parts: Iterable[SpecStats]) -> SpecStats:
@@ -54,6 +68,7 @@ class SpecStats:
                 out.accepted_per_position[depth] += count
             for reason, count in part.no_draft.items():
                 out.no_draft[reason] = out.no_draft.get(reason, 0) + count
+            out._add_sources(part.by_source)
         return out
 
     @property

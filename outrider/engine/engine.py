@@ -21,7 +21,7 @@ from outrider.core.types import FinishReason, Sequence, Span, SpanRecord, StepRe
 from outrider.engine.answer import Answer
 from outrider.engine.commit import Outcome, append_tokens, commit_step
 from outrider.engine.metrics import EngineMetrics
-from outrider.engine.request import Delta, Limits, Request, RequestOutput, check_request
+from outrider.engine.request import Delta, Limits, Request, RequestOutput, check_request, with_prediction
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.models.detokenizer import Detokenizer
 from outrider.models.load import LoadedModel
@@ -102,9 +102,10 @@ class Engine:
         """Queues a request. Raises SettingError if it can never be served as asked."""
         params, spec = params or SamplingParams(), spec or SpecParams()
         check_request(prompt_ids, params, self.limits)
+        spec = with_prediction(spec, self.target)
         if params.stop and self.target.tokenizer is None:
             raise SettingError("stop strings need a tokenizer; this model was loaded without one")
-        drafter = spec.drafter or next(iter(self.proposers))
+        drafter = spec.drafter or self._default_drafter(spec)
         if drafter not in self.proposers:
             known = list(self.proposers)
             hint = nearest(drafter, known)
@@ -112,6 +113,8 @@ class Engine:
                 f"drafter is {drafter!r}; loaded in this engine are {', '.join(known)}{hint}; enabled=False switches "
                 "speculation off"
             )
+        if spec.prediction and spec.enabled and not self.proposers[drafter].needs.prediction:
+            raise SettingError(f"prediction is given; drafter {drafter} makes no use of it")
         request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
         self._next_request += 1
         self._requests[request.id] = request
@@ -219,6 +222,13 @@ class Engine:
             return None
         return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
 
+    def _default_drafter(self, spec: SpecParams) -> str:
+        """The first drafter; for a request that predicts its answer, the first that makes use of it."""
+        users = [name for name, proposer in self.proposers.items() if proposer.needs.prediction]
+        if spec.prediction and spec.enabled and users:
+            return users[0]
+        return next(iter(self.proposers))
+
     def _proposer_of(self, seq: Sequence) -> Proposer:
         return self.proposers[self._request_of[seq.id].drafter]
 
@@ -268,7 +278,8 @@ class Engine:
         except Exception as error:
             answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
             return Outcome(span, finish=answer.finish)
-        answer.stats.add_step(span.draft.n_verify, len(outcome.path), len(outcome.new_tokens), span.draft.reason)
+        draft, path = span.draft, outcome.path
+        answer.stats.add_step(draft.n_verify, len(path), len(outcome.new_tokens), draft.reason, draft.by_source(path))
         return outcome
 
     def _settle(self, seq: Sequence) -> Delta:
@@ -318,6 +329,7 @@ class Engine:
             accepted=len(outcome.path),
             emitted=len(outcome.new_tokens),
             reason=span.draft.reason,
+            sources=span.draft.by_source(outcome.path),
         )
 
     def _record(self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float]) -> StepRecord:

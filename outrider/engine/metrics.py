@@ -38,4 +38,4 @@ class EngineMetrics:
             if span.emitted:
                 self.generated_tokens += span.emitted
                 stats = self.spec.setdefault(span.drafter, SpecStats())
-                stats.add_step(span.drafted, span.accepted, span.emitted, span.reason)
+                stats.add_step(span.drafted, span.accepted, span.emitted, span.reason, span.sources)

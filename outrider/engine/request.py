@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.core.errors import SettingError
-from outrider.core.params import SamplingParams
+from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import FinishReason, Sequence
 from outrider.engine.answer import Answer, Segment, SpecStats
+from outrider.models.load import LoadedModel
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.sampler import check_token_ids
 
@@ -165,3 +166,17 @@ def check_request(prompt_ids: Seq[int], params: SamplingParams, limits: Limits) 
             f"for {most}"
         )
     check_token_ids(params, limits.vocab_size)
+
+
+def with_prediction(spec: SpecParams, target: LoadedModel) -> SpecParams:
+    """The same settings with the predicted answer as token ids. Raises SettingError if the model lacks one of them."""
+    tokens = spec.prediction
+    if isinstance(tokens, str):
+        if tokens and target.tokenizer is None:
+            raise SettingError("prediction is a text, but this model was loaded without a tokenizer; give token ids")
+        # Control tokens cannot be predicted: the answer would have ended.
+        tokens = tuple(target.tokenizer.encode(tokens, specials=False, add_bos=False)) if target.tokenizer else ()
+    for token in tokens:
+        if token >= target.n_tokens:
+            raise SettingError(f"prediction holds token id {token}; allowed is 0 to {target.n_tokens - 1}")
+    return replace(spec, prediction=tokens)

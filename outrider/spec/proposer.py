@@ -18,13 +18,15 @@ class Needs:
     """What a drafter asks of the engine.
 
     ``max_nodes`` caps its draft rows a step (None = no cap); ``feature_layers`` are the target layers whose hidden
-    states it wants in ``Commit.features``; ``kv_bytes_per_token`` and ``weight_bytes`` enter the memory plan.
+    states it wants in ``Commit.features``; ``kv_bytes_per_token`` and ``weight_bytes`` enter the memory plan;
+    ``prediction`` says that it makes use of ``SpecParams.prediction``.
     """
 
     max_nodes: int | None = None
     feature_layers: tuple[int, ...] = ()
     kv_bytes_per_token: int = 0
     weight_bytes: int = 0
+    prediction: bool = False
 
 
 class Proposer(ABC):
@@ -39,6 +41,13 @@ class Proposer(ABC):
         Called after scheduling: the KV slots ``span.end .. span.end + span.budget - 1`` are the sequence's to write,
         in the drafter's own pool. A token reported with a ``q`` must have been drawn from that ``q``.
         """
+
+    def continue_from(self, span: Span, tokens: Sequence[int], budget: int) -> Draft:
+        """At most ``budget`` certain nodes that go on where the sequence would be after ``tokens`` more.
+
+        For drafters that look up: it must not change what ``propose`` answers. The others have nothing to say.
+        """
+        return Draft.nothing("it cannot go on from a draft")
 
     def start(self, blocks: BlockManager, max_rows: int) -> None:  # noqa: B027
         """Called once, when the number of KV blocks is known; a drafter with own KV uses the same block ids.
@@ -64,3 +73,4 @@ class DraftContext:
     spec: SpecConfig
     kv_cache_dtype: str = "auto"  # how the target's KV is stored
     progress: Progress | None = None
+    parts: tuple[tuple[str, Proposer], ...] = ()  # by name, the drafters that its settings' ``parts`` ask for

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
-from outrider.spec.drafts import model, ngram, none
+from outrider.spec.drafts import combine, model, ngram, none, prediction, suffix
 from outrider.spec.proposer import DraftContext, Proposer
 
 logger = logging.getLogger("outrider")
@@ -22,17 +22,23 @@ logger = logging.getLogger("outrider")
 class DrafterKind:
     """One way to draft: its own settings (a frozen dataclass) and how to build it from them.
 
-    Settings with a property ``draft_length`` that is not None (a tree of a fixed size) set the default draft length.
+    Settings with a property ``draft_length`` that is not None (a tree of a fixed size) set the default draft length;
+    ``usual_length`` is the default for a drafter that decides itself how much of it to use. Settings with a property
+    ``parts`` name further drafters, by their settings, that this one is built from.
     """
 
     settings: type
     build: Callable[[DraftContext, Any], Proposer]
     aliases: tuple[str, ...] = ()
+    usual_length: int | None = None
 
 
 DRAFTERS: Mapping[str, DrafterKind] = {
     "none": DrafterKind(none.NoneSettings, none.build),
     "ngram": DrafterKind(ngram.NgramSettings, ngram.build),
+    "suffix": DrafterKind(suffix.SuffixSettings, suffix.build, usual_length=8),
+    "prediction": DrafterKind(prediction.PredictionSettings, prediction.build, usual_length=8),
+    "combine": DrafterKind(combine.CombineSettings, combine.build, usual_length=8),
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
 }
 
@@ -41,7 +47,7 @@ PLAIN = "none"
 
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
-_PLANNED = ("suffix", "lookahead", "medusa", "eagle", "eagle3", "self", "combine", "prediction")
+_PLANNED = ("lookahead", "medusa", "eagle", "eagle3", "self")
 
 # What people bring from other engines, and what to say to them.
 _LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"
@@ -89,7 +95,12 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     shared = {key: value for key, value in values.items() if key in _SHARED}
     options = {key: value for key, value in values.items() if key in own}
     config = SpecConfig(**{**shared, "method": name}, options=options)
-    natural = getattr(settings_of(config), "draft_length", None)
+    settings = settings_of(config)
+    for part in getattr(settings, "parts", ()):
+        spec_from_mapping(part)
+    natural = getattr(settings, "draft_length", None)
+    if "num_speculative_tokens" not in values and kind.usual_length is not None:
+        return replace(config, num_speculative_tokens=kind.usual_length)
     if natural is None:
         return config
     if "num_speculative_tokens" not in values:
@@ -141,4 +152,11 @@ def settings_of(config: SpecConfig) -> Any:
 def build_proposer(config: SpecConfig, context: DraftContext) -> Proposer:
     """The drafter that ``config`` asks for, ready for ``Proposer.start``."""
     _, kind = kind_of(config.method)
-    return kind.build(context, settings_of(config))
+    settings = settings_of(config)
+    parts = [spec_from_mapping(part) for part in getattr(settings, "parts", ())]
+    method = config.rejection_sample_method
+    built = [
+        (part.method, build_proposer(part, replace(context, spec=replace(part, rejection_sample_method=method))))
+        for part in parts
+    ]
+    return kind.build(replace(context, parts=tuple(built)), settings)

@@ -15,6 +15,7 @@ from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.types import Draws, Verdict
 from outrider.models.load import LoadedModel, load_model
+from outrider.spec.registry import DRAFTERS
 from tests.tiny import write_tiny_model
 
 SMALL = ["--kv-cache-mib", "16", "--max-tokens", "16"]
@@ -167,7 +168,7 @@ def test_target_and_drafter_are_quantized_each_for_itself(folder: str, monkeypat
 
 def test_info(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
-    assert "drafters       none, ngram, model" in capsys.readouterr().out
+    assert f"drafters       {', '.join(DRAFTERS)}" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,13 @@ from outrider.core.rng import bits, uniform
 from outrider.core.types import Commit, Span
 from outrider.core.types import Sequence as Seq
 from outrider.models.load import LoadedModel
+from outrider.spec.drafts.combine import Combine, Part
 from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import DRAFTERS, build_proposer, settings_of
 from tests.engine.harness import toy_target
+from tests.toy import full_logits
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
 """By prompt, the target's greedy output."""
@@ -185,11 +187,62 @@ def _with(name: str, **options: Any) -> Build:
     return lambda context: build_proposer(replace(context.spec, method=name, options=options), context)
 
 
+class Predicted(Proposer):
+    """The drafter of predictions, where every request predicts the target's own greedy answer with a few mistakes."""
+
+    def __init__(self, inner: Proposer, target: LoadedModel) -> None:
+        self.inner, self.target, self.needs = inner, target, inner.needs
+        self.predictions: dict[tuple[int, ...], tuple[int, ...]] = {}
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        for span in spans:
+            prompt = tuple(span.seq.prompt_ids)
+            if prompt not in self.predictions:
+                self.predictions[prompt] = self._predict(list(prompt))
+            span.seq.spec = replace(span.seq.spec, prediction=self.predictions[prompt])
+        return self.inner.propose(spans)
+
+    def release(self, seq_id: int) -> None:
+        self.inner.release(seq_id)
+
+    def _predict(self, text: list[int]) -> tuple[int, ...]:
+        n_prompt = len(text)
+        for at in range(20):
+            likeliest = int(full_logits(self.target.decoder, text)[-1].argmax())
+            text.append(likeliest if at % 7 != 3 else (likeliest + 1) % self.target.n_tokens)
+        return tuple(text[n_prompt:])
+
+
+def _predicted(context: DraftContext) -> Proposer:
+    return Predicted(build_proposer(replace(context.spec, method="prediction", options={}), context), context.target)
+
+
+def _combined(mode: str, *builds: Build) -> Build:
+    """Parts that a registered name and options cannot describe, in one."""
+
+    def build(context: DraftContext) -> Proposer:
+        return Combine([Part(f"part {i}", part(context)) for i, part in enumerate(builds)], mode)
+
+    return build
+
+
 TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
     "ngram": {
         "chain": _with("ngram"),
         "long": _with("ngram", prompt_lookup_min=2, prompt_lookup_max=5),
         "tree": _with("ngram", prompt_lookup_branches=3, prompt_lookup_selection="frequent"),
+    },
+    "suffix": {
+        "chain": _with("suffix", suffix_decoding_branches=1),
+        "tree": _with("suffix", suffix_decoding_max_spec_factor=8.0, suffix_decoding_min_token_prob=0.0),
+        "memory": _with("suffix", suffix_decoding_max_cached_requests=3, suffix_decoding_max_cached_tokens=40),
+    },
+    "prediction": {"near": _predicted},
+    "combine": {
+        "first": _with("combine", combine_parts=["ngram", "suffix"], combine_mode="first"),
+        "merge": _with("combine"),
+        "extend model": _combined("extend", _toy_model(seed=5, draft_tree="1,1"), _with("suffix")),
+        "merge model": _combined("merge", _with("suffix"), _toy_model(seed=5, draft_tree="2,2,1"), _toy_model(seed=6)),
     },
     "model": {
         "other": _toy_model(seed=5),

@@ -16,8 +16,10 @@ from outrider.core.types import FinishReason, Status, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.spec.controller import FixedLength
+from outrider.spec.drafts.combine import Combine, Part
 from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.drafts.ngram import Ngram, NgramSettings
+from outrider.spec.drafts.suffix import Suffix, SuffixSettings
 from outrider.spec.proposer import Proposer
 from tests.engine.drafters import RandomTree, Shape
 from tests.engine.harness import make_engine, toy_target
@@ -72,12 +74,21 @@ class Recorder(FixedLength):
         self.records.append(record)
 
 
+def suffix() -> Suffix:
+    return Suffix(SuffixSettings(suffix_decoding_max_cached_requests=4))
+
+
 def drafters(draw: Any, method: str, answers: Mapping[tuple[int, ...], tuple[int, ...]]) -> dict[str, Proposer]:
     shape = Shape(draw(st.booleans()), draw(st.booleans()), draw(st.sampled_from([0.0, 0.6, 0.9, 1.0, 1.0])), method)
     tree = draw(st.sampled_from(["", "2,2,1", "1,3"]))
     return {
         "random": RandomTree(VOCAB, shape, answers),
         "ngram": Ngram(NgramSettings(prompt_lookup_branches=draw(st.integers(1, 3)))),
+        "suffix": suffix(),
+        "combine": Combine(
+            [Part("suffix", suffix()), Part("model", TwoModels(DRAFTER, TARGET, method, ModelSettings("toy")))],
+            draw(st.sampled_from(["first", "extend", "merge"])),
+        ),
         "model": TwoModels(DRAFTER, TARGET, method, ModelSettings("toy", draft_tree=tree)),
     }
 
@@ -92,7 +103,7 @@ def jobs(draw: Any, sampled: bool) -> Job:
         max_tokens=draw(whole(1, LONGEST)),
         ignore_eos=draw(whole(0, 3)) == 0,
     )
-    drafter = draw(st.sampled_from(["random", "random", "ngram", "model"]))
+    drafter = draw(st.sampled_from(["random", "random", "ngram", "suffix", "combine", "model"]))
     spec = SpecParams(draw(whole(0, 5)) > 0, drafter, draw(st.sampled_from([None, None, 0, 1, 3])))
     aborts = draw(whole(0, 25)) if draw(whole(0, 3)) == 0 else None
     return Job(draw(st.sampled_from(PROMPTS)), params, spec, draw(whole(0, 20)), aborts)
