@@ -73,6 +73,7 @@ class Engine:
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
         for proposer in proposers.values():
             proposer.start(self.blocks, config.max_num_batched_tokens)
+            proposer.share_kv(self.runner.pool.layers)
         self.controller = controller or FixedLength(spec.num_speculative_tokens)
         self.scheduler = Scheduler(self.blocks, self.controller, config.max_num_seqs, config.max_num_batched_tokens)
         self.metrics = EngineMetrics()
