@@ -17,12 +17,12 @@ from outrider.core.settings import add_flags, given_flags
 from outrider.engine.llm import LLM
 from outrider.spec.registry import DRAFTERS, kind_of, spec_from_json, spec_from_mapping
 
-_ENGINE_FLAGS = {f.name: f.name for f in dataclasses.fields(EngineConfig)} | {"quantization": "quantize"}
+ENGINE_FLAGS = {f.name: f.name for f in dataclasses.fields(EngineConfig)} | {"quantization": "quantize"}
 
 
 def add_model_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """The model and everything about how it is run."""
-    add_flags(parser.add_argument_group("model and engine"), EngineConfig, skip, _ENGINE_FLAGS)
+    add_flags(parser.add_argument_group("model and engine"), EngineConfig, skip, ENGINE_FLAGS)
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -53,7 +53,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = 
 
 def load(args: argparse.Namespace) -> LLM:
     """The LLM that the flags describe; progress goes to standard error."""
-    engine = given_flags(EngineConfig, args, _ENGINE_FLAGS)
+    engine = given_flags(EngineConfig, args, ENGINE_FLAGS)
     spec = spec_mapping(args)
     with LoadLine(sys.stderr) as progress:
         return LLM(engine.pop("model"), spec, progress=progress, **engine)
@@ -112,7 +112,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 def _flag_names(settings: type) -> dict[str, str]:
     """Drafter settings whose names the engine has too are flags with a ``draft-`` in front."""
     names = (f.name for f in dataclasses.fields(settings))
-    return {name: f"draft_{_ENGINE_FLAGS[name]}" for name in names if name in _ENGINE_FLAGS}
+    return {name: f"draft_{ENGINE_FLAGS[name]}" for name in names if name in ENGINE_FLAGS}
 
 
 def _flag(settings: type, name: str) -> str:

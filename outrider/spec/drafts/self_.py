@@ -75,10 +75,11 @@ def _numbers(text: str) -> frozenset[int]:
     """The layers of a text such as ``12-15,20``."""
     layers: set[int] = set()
     for part in text.split(",") if text else ():
-        first, _, last = part.strip().partition("-")
-        if not all(number.isdecimal() and len(number) < 5 for number in (first, last or first)):
+        first, dash, last = part.strip().partition("-")
+        last = last if dash else first
+        if not all(number.isdecimal() and len(number) < 5 for number in (first, last)):
             raise SettingError(f"skip_layers is {text!r}; allowed are layers and ranges of them, such as 12-15,20")
-        layers.update(range(int(first), int(last or first) + 1))
+        layers.update(range(int(first), int(last) + 1))
     return frozenset(layers)
 
 
