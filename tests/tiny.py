@@ -19,7 +19,9 @@ TEMPLATE = (
 )
 
 
-def write_tiny_model(folder: Path, seed: int = 0, vocab: int = 320, context: int = 256, hidden: int = 32) -> Path:
+def write_tiny_model(
+    folder: Path, seed: int = 0, vocab: int = 320, context: int = 256, hidden: int = 32, layers: int = 2
+) -> Path:
     """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json; returns the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = tokenizers.Tokenizer(models.BPE())
@@ -33,7 +35,7 @@ def write_tiny_model(folder: Path, seed: int = 0, vocab: int = 320, context: int
     )
     tokenizer.train_from_iterator([TEXT], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config = toy_config(vocab=vocab, max_position=context, hidden=hidden)
+    config = toy_config(vocab=vocab, max_position=context, hidden=hidden, layers=layers)
     source = MemorySource(config, seed)
     save_file({name: source.get(name).float().contiguous() for name in source.names()}, folder / "model.safetensors")
     (folder / "config.json").write_text(

@@ -18,7 +18,7 @@ HOME = ("outrider/spec/drafts/", "outrider/spec/registry.py")
 UNAWARE = ("outrider/core/", "outrider/ops/", "outrider/models/")
 # Where not even the word may stand; words that mean something else as well are left to the branch check.
 NAMELESS = ("outrider/engine/", "outrider/runtime/", "outrider/cache/", "outrider/spec/verify")
-COMMON_WORDS = {"none", "model", "prediction"}
+COMMON_WORDS = {"none", "model", "prediction", "self"}
 
 
 def problems(root: Path = ROOT) -> list[str]:

@@ -17,12 +17,12 @@ from outrider.core.settings import add_flags, given_flags
 from outrider.engine.llm import LLM
 from outrider.spec.registry import DRAFTERS, kind_of, spec_from_json, spec_from_mapping
 
-_ENGINE_FLAGS = {f.name: f.name for f in dataclasses.fields(EngineConfig)} | {"quantization": "quantize"}
+ENGINE_FLAGS = {f.name: f.name for f in dataclasses.fields(EngineConfig)} | {"quantization": "quantize"}
 
 
 def add_model_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """The model and everything about how it is run."""
-    add_flags(parser.add_argument_group("model and engine"), EngineConfig, skip, _ENGINE_FLAGS)
+    add_flags(parser.add_argument_group("model and engine"), EngineConfig, skip, ENGINE_FLAGS)
 
 
 def add_spec_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,8 +38,10 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
 def add_drafter_flags(group: argparse._ActionsContainer, skip: tuple[str, ...] = ()) -> None:
     """What all drafters share, and each one's own settings."""
     add_flags(group, SpecConfig, skip=("method", "options", *skip))
+    shared: set[str] = set()  # settings that several drafters have are one flag
     for kind in DRAFTERS.values():
-        add_flags(group, kind.settings, rename=_flag_names(kind.settings))
+        add_flags(group, kind.settings, skip=shared, rename=_flag_names(kind.settings))
+        shared |= {f.name for f in dataclasses.fields(kind.settings)}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -51,7 +53,7 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = 
 
 def load(args: argparse.Namespace) -> LLM:
     """The LLM that the flags describe; progress goes to standard error."""
-    engine = given_flags(EngineConfig, args, _ENGINE_FLAGS)
+    engine = given_flags(EngineConfig, args, ENGINE_FLAGS)
     spec = spec_mapping(args)
     with LoadLine(sys.stderr) as progress:
         return LLM(engine.pop("model"), spec, progress=progress, **engine)
@@ -77,13 +79,12 @@ def spec_mappings(args: argparse.Namespace, names: Sequence[str]) -> list[dict[s
 def _with_own_settings(args: argparse.Namespace, names: Sequence[str], shared: dict[str, Any]) -> list[dict[str, Any]]:
     """Per drafter its settings: ``shared`` and those of its own flags, checked."""
     mappings = []
+    taken = {f.name for name in names for f in dataclasses.fields(DRAFTERS[name].settings)}
     for other, kind in DRAFTERS.items():
-        own = given_flags(kind.settings, args, _flag_names(kind.settings))
-        if own and other not in names:
+        own = [key for key in given_flags(kind.settings, args, _flag_names(kind.settings)) if key not in taken]
+        if own:
             chosen = f"drafter is {names[0]}" if len(names) == 1 else f"drafters are {', '.join(names)}"
-            raise SettingError(
-                f"--{_flag(kind.settings, next(iter(own)))} is a setting of drafter {other}; the chosen {chosen}"
-            )
+            raise SettingError(f"--{_flag(kind.settings, own[0])} is a setting of drafter {other}; the chosen {chosen}")
     for name in names:
         settings = DRAFTERS[name].settings
         values = {**shared, "method": name, **given_flags(settings, args, _flag_names(settings))}
@@ -111,7 +112,7 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
 def _flag_names(settings: type) -> dict[str, str]:
     """Drafter settings whose names the engine has too are flags with a ``draft-`` in front."""
     names = (f.name for f in dataclasses.fields(settings))
-    return {name: f"draft_{_ENGINE_FLAGS[name]}" for name in names if name in _ENGINE_FLAGS}
+    return {name: f"draft_{ENGINE_FLAGS[name]}" for name in names if name in ENGINE_FLAGS}
 
 
 def _flag(settings: type, name: str) -> str:

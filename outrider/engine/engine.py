@@ -55,7 +55,7 @@ class Engine:
         self.target = target
         self.config = config
         self.spec = spec
-        self.proposers = dict(proposers)
+        self.proposers: dict[str, Proposer] = {}
         decoder, shape = target.decoder, target.config
         max_len = min(config.max_model_len or shape.max_position, shape.max_position)
         needs = [proposer.needs for proposer in proposers.values()]
@@ -71,8 +71,8 @@ class Engine:
         self.limits = Limits(max_len, self.memory.tokens, target.n_tokens)
         self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
-        for proposer in proposers.values():
-            proposer.start(self.blocks, config.max_num_batched_tokens)
+        for name, proposer in proposers.items():
+            self.put_drafter(name, proposer)
         self.controller = controller or FixedLength(spec.num_speculative_tokens)
         self.scheduler = Scheduler(self.blocks, self.controller, config.max_num_seqs, config.max_num_batched_tokens)
         self.metrics = EngineMetrics()
@@ -85,6 +85,12 @@ class Engine:
         self._in_step = False
         self._failed_drafters: set[str] = set()
         self._aborts: list[int] = []
+
+    def put_drafter(self, name: str, proposer: Proposer) -> None:
+        """Adds a drafter, or puts it in another's place; not while a request is served. The memory plan stays."""
+        proposer.start(self.blocks, self.config.max_num_batched_tokens)
+        proposer.share_kv(self.runner.pool.layers)
+        self.proposers[name] = proposer
 
     @property
     def has_work(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -199,6 +199,13 @@ class Decoder:
         weights += [getattr(layer, f.name) for layer in self.layers for f in fields(layer)]
         return sum({id(weight): weight.nbytes for weight in weights if weight is not None}.values())
 
+    def with_layers(self, layers: Sequence[int]) -> Decoder:
+        """A model of only these layers, in this order, between the same embedding and head; weights are shared."""
+        windows = tuple(self.config.window(layer) for layer in layers) if self.config.sliding_window else ()
+        config = replace(self.config, n_layers=len(layers), sliding_window=windows)
+        kept = [self.layers[layer] for layer in layers]
+        return Decoder(config, self.ops, self.embedding, kept, self.final_norm, self.head)
+
     def stacks(self, kv: Sequence[LayerKV], feature_layers: tuple[int, ...] = ()) -> tuple[LayerStack, ...]:
         """The layers over ``kv`` (one entry a layer), cut after each of ``feature_layers``: what ``run`` takes.
 
@@ -242,6 +249,8 @@ class Decoder:
         return self._logits(hidden)
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        if not len(hidden):  # a pass over the middle of a prompt
+            return hidden.new_empty(0, self.config.vocab_size)
         return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)
 
 

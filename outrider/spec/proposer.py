@@ -11,6 +11,7 @@ from outrider.core.config import SpecConfig
 from outrider.core.draft import Draft
 from outrider.core.types import Commit, Span
 from outrider.models.load import LoadedModel, Progress
+from outrider.ops.contract import LayerKV
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,13 @@ class Proposer(ABC):
         """Called once, when the number of KV blocks is known; a drafter with own KV uses the same block ids.
 
         ``max_rows`` is the row budget of a forward pass, for a drafter's own passes too.
+        """
+
+    def share_kv(self, kv: Sequence[LayerKV]) -> None:  # noqa: B027
+        """Called once, after ``start``: the target's own KV, layer by layer, for a drafter that runs its layers.
+
+        Such a drafter may write here as well: the slots of its spans' committed rows, and those of draft rows that it
+        then proposes. Verification overwrites them all before anybody else reads them.
         """
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:  # noqa: B027

@@ -12,7 +12,7 @@ from typing import Any
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
-from outrider.spec.drafts import combine, model, ngram, none, prediction, suffix
+from outrider.spec.drafts import combine, lookahead, model, ngram, none, prediction, self_, suffix
 from outrider.spec.proposer import DraftContext, Proposer
 
 logger = logging.getLogger("outrider")
@@ -40,6 +40,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "prediction": DrafterKind(prediction.PredictionSettings, prediction.build, usual_length=8),
     "combine": DrafterKind(combine.CombineSettings, combine.build, usual_length=8),
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
+    "lookahead": DrafterKind(lookahead.LookaheadSettings, lookahead.build),
+    "self": DrafterKind(self_.SelfSettings, self_.build),
 }
 
 PLAIN = "none"
@@ -47,7 +49,7 @@ PLAIN = "none"
 
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
-_PLANNED = ("lookahead", "medusa", "eagle", "eagle3", "self")
+_PLANNED = ("medusa", "eagle", "eagle3")
 
 # What people bring from other engines, and what to say to them.
 _LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"

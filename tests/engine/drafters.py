@@ -251,6 +251,16 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
         "self tree": _toy_model(seed=-1, draft_tree="3,1,2"),
         "greedy draws": _toy_model(seed=5, draft_sample_method="greedy"),
     },
+    "lookahead": {
+        "": _with("lookahead"),
+        "bigrams": _with("lookahead", lookahead_ngram=2, lookahead_window=3, lookahead_guesses=2),
+        "no text": _with("lookahead", lookahead_window=2, lookahead_from_text=False),
+    },
+    "self": {
+        "exit": _with("self", exit_layer=1),
+        "skip": _with("self", skip_layers="0"),
+        "exit, greedy draws": _with("self", exit_layer=1, draft_sample_method="greedy"),
+    },
 }
 """Drafters whose toy build needs options, or that deserve several. Any other one is built with its defaults."""
 

@@ -76,3 +76,11 @@ def test_a_coupled_seed_gives_the_same_tokens_with_and_without_speculation() -> 
     for mine, theirs in zip(got, want, strict=True):
         assert_same(mine, theirs)
         assert mine.stats.acceptance_rate == 1.0
+
+
+def test_a_pass_over_the_middle_of_a_prompt_alone_has_no_logits() -> None:
+    """A long prompt with nobody beside it: whole passes without a row that gets logits."""
+    model, prompt = target(None), prompt_of(40, 7)
+    want = plain(model, prompt, GREEDY)
+    got = run_all(make_engine(model, max_num_batched_tokens=8), [(prompt, GREEDY)])[0]
+    assert_same(got, want)
