@@ -38,8 +38,10 @@ def add_spec_flags(parser: argparse.ArgumentParser) -> None:
 def add_drafter_flags(group: argparse._ActionsContainer, skip: tuple[str, ...] = ()) -> None:
     """What all drafters share, and each one's own settings."""
     add_flags(group, SpecConfig, skip=("method", "options", *skip))
+    known: set[str] = set()  # several drafters may have a setting of one name and meaning: it is one flag
     for kind in DRAFTERS.values():
-        add_flags(group, kind.settings, rename=_flag_names(kind.settings))
+        add_flags(group, kind.settings, skip=known, rename=_flag_names(kind.settings))
+        known |= {f.name for f in dataclasses.fields(kind.settings)}
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -77,13 +79,12 @@ def spec_mappings(args: argparse.Namespace, names: Sequence[str]) -> list[dict[s
 def _with_own_settings(args: argparse.Namespace, names: Sequence[str], shared: dict[str, Any]) -> list[dict[str, Any]]:
     """Per drafter its settings: ``shared`` and those of its own flags, checked."""
     mappings = []
+    chosen_own = {f.name for name in names for f in dataclasses.fields(DRAFTERS[name].settings)}
     for other, kind in DRAFTERS.items():
-        own = given_flags(kind.settings, args, _flag_names(kind.settings))
-        if own and other not in names:
+        own = [f for f in given_flags(kind.settings, args, _flag_names(kind.settings)) if f not in chosen_own]
+        if own:
             chosen = f"drafter is {names[0]}" if len(names) == 1 else f"drafters are {', '.join(names)}"
-            raise SettingError(
-                f"--{_flag(kind.settings, next(iter(own)))} is a setting of drafter {other}; the chosen {chosen}"
-            )
+            raise SettingError(f"--{_flag(kind.settings, own[0])} is a setting of drafter {other}; the chosen {chosen}")
     for name in names:
         settings = DRAFTERS[name].settings
         values = {**shared, "method": name, **given_flags(settings, args, _flag_names(settings))}

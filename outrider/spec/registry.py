@@ -12,7 +12,7 @@ from typing import Any
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
-from outrider.spec.drafts import model, ngram, none
+from outrider.spec.drafts import eagle, medusa, model, ngram, none
 from outrider.spec.proposer import DraftContext, Proposer
 
 logger = logging.getLogger("outrider")
@@ -34,6 +34,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "none": DrafterKind(none.NoneSettings, none.build),
     "ngram": DrafterKind(ngram.NgramSettings, ngram.build),
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
+    "medusa": DrafterKind(medusa.MedusaSettings, medusa.build),
+    "eagle": DrafterKind(eagle.EagleSettings, eagle.build, aliases=("eagle3",)),
 }
 
 PLAIN = "none"
@@ -41,7 +43,7 @@ PLAIN = "none"
 
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
-_PLANNED = ("suffix", "lookahead", "medusa", "eagle", "eagle3", "self", "combine", "prediction")
+_PLANNED = ("suffix", "lookahead", "self", "combine", "prediction")
 
 # What people bring from other engines, and what to say to them.
 _LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,12 +19,14 @@ from outrider.core.errors import SettingError
 from outrider.core.rng import bits, uniform
 from outrider.core.types import Commit, Span
 from outrider.core.types import Sequence as Seq
+from outrider.models.decoder import Decoder
 from outrider.models.load import LoadedModel
 from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import DRAFTERS, build_proposer, settings_of
 from tests.engine.harness import toy_target
+from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
 """By prompt, the target's greedy output."""
@@ -185,6 +188,16 @@ def _with(name: str, **options: Any) -> Build:
     return lambda context: build_proposer(replace(context.spec, method=name, options=options), context)
 
 
+def _medusa(**options: Any) -> Build:
+    """Medusa with heads that were fitted to the target's greedy texts."""
+    return lambda c: _with("medusa", model=str(fitted_medusa(c.target.decoder)), **options)(c)
+
+
+def _eagle(write: Callable[[Decoder], Path], **options: Any) -> Build:
+    """EAGLE with a head that was fitted to the target's greedy texts."""
+    return lambda c: _with("eagle", model=str(write(c.target.decoder)), **options)(c)
+
+
 TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
     "ngram": {
         "chain": _with("ngram"),
@@ -197,6 +210,16 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
         "other tree": _toy_model(seed=5, draft_tree="2,2,1"),
         "self tree": _toy_model(seed=-1, draft_tree="3,1,2"),
         "greedy draws": _toy_model(seed=5, draft_sample_method="greedy"),
+    },
+    "medusa": {
+        "likely": _medusa(),
+        "choices": _medusa(medusa_choices="[[0],[1],[0,0],[0,1],[1,0],[0,0,0],[0,1,0]]"),
+    },
+    "eagle": {
+        "chain": _eagle(fitted_eagle),
+        "tree": _eagle(fitted_eagle, eagle_topk=3, eagle_depth=4),
+        "third": _eagle(fitted_eagle3),
+        "third tree": _eagle(fitted_eagle3, eagle_topk=2, eagle_depth=5),
     },
 }
 """Drafters whose toy build needs options, or that deserve several. Any other one is built with its defaults."""

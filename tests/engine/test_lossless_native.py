@@ -76,3 +76,8 @@ def test_a_coupled_seed_gives_the_same_tokens_with_and_without_speculation() -> 
     for mine, theirs in zip(got, want, strict=True):
         assert_same(mine, theirs)
         assert mine.stats.acceptance_rate == 1.0
+
+
+def test_a_step_of_prompt_chunks_alone_has_no_logits() -> None:
+    model = target(None)
+    assert_same(plain(model, PROMPTS[3], GREEDY, max_num_batched_tokens=4), alone(None)[3])
