@@ -120,8 +120,8 @@ def llama_values(config: ModelConfig, layers: int = 1, **more: Any) -> dict[str,
         "hidden_size": config.hidden_size,
         "intermediate_size": 48,
         "num_hidden_layers": layers,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": config.n_heads,
+        "num_key_value_heads": config.n_kv_heads,
         "max_position_embeddings": 256,
         "rms_norm_eps": 1e-5,
         **more,
@@ -202,16 +202,16 @@ def eagle3_tensors(values: Mapping[str, Any], target: ModelConfig, seed: int, st
 
 
 def fitted_eagle3(decoder: Decoder) -> Path:
-    """A random EAGLE-3 head whose output matrix, of 24 tokens, is fitted to the target's greedy texts."""
+    """A random EAGLE-3 head with three quarters of the tokens, fitted to the target's greedy texts."""
     return kept("eagle3", decoder, lambda folder: _write_eagle3(folder, decoder))
 
 
 def _write_eagle3(folder: Path, decoder: Decoder) -> None:
     c, table = decoder.config, embedding_of(decoder)
-    values = eagle3_values(c, rows=24)
+    values = eagle3_values(c, rows=c.vocab_size * 3 // 4)
     tensors = eagle3_tensors(values, c, seed=4)
     read = tuple(i - 1 for i in values["eagle_config"]["eagle_aux_hidden_state_layer_ids"])
-    ids = torch.arange(24) + tensors["d2t"]
+    ids = torch.arange(len(tensors["d2t"])) + tensors["d2t"]
     states, wanted = [], []
     for text in greedy_texts(decoder):
         features = run_through(decoder, list(text), read)[0][:-2] @ tensors["fc.weight"].T

@@ -18,6 +18,7 @@ from outrider.models.values import MAX_SIZE, shown, whole
 from outrider.ops.contract import Weight
 
 _EAGLE3 = ("LlamaForCausalLMEagle3",)
+_SPECULATORS = ("eagle3",)
 
 
 def load_eagle(name: str, target: LoadedModel, quantization: str | None = None) -> EagleHead:
@@ -32,7 +33,7 @@ def eagle_from_files(files: HeadFiles, target: LoadedModel, quantization: str | 
     """``load_eagle`` from files that are open."""
     reading = _Reading(files, target, quantization)
     kind = files.config.get("speculators_model_type")
-    if kind not in (None, "eagle3"):
+    if kind is not None and kind not in _SPECULATORS:
         raise ModelFileError(f"{files.where}: speculators_model_type is {shown(kind)}; allowed is eagle3")
     third = kind is not None or tuple(files.config.get("architectures") or ()) == _EAGLE3
     return reading.third(speculators=kind is not None) if third else reading.first()
