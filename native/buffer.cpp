@@ -52,6 +52,7 @@ std::shared_ptr<uint8_t> allocate(int64_t bytes) {
 
 void Buffer::grow(int64_t bytes) {
   if (bytes <= size_) return;
+  bytes = std::max(bytes, size_ * 3 / 2);  // what has to grow will have to grow again
   data_.reset();
   size_ = 0;
   const int64_t rounded = (std::max<int64_t>(bytes, 1) + 63) / 64 * 64;

@@ -154,7 +154,7 @@ void attend(const AttendTask& t) {
   for (int64_t s = 0; s < count; s += kLanes) {
     const int64_t n = smaller(count - s, kLanes);
     prefetch_kv(t.kv, t.kv.v, t.kv_head, list + s, n);
-    prefetch_kv(t.kv, t.kv.k, t.ahead_head, t.ahead + s, smaller(t.n_ahead - s, kLanes));
+    if (s < t.n_ahead) prefetch_kv(t.kv, t.kv.k, t.ahead_head, t.ahead + s, smaller(t.n_ahead - s, kLanes));
     keys.read(list + s, n, at);
     for (int64_t i = n; i < kLanes; i++) at[i] = at[0];  // computed, never looked at
     for (int64_t r = 0; r < t.n_rows; r++) {

@@ -9,6 +9,7 @@ namespace {
 
 // Rows that go through a layer at a time: what they need between two phases stays in the cache.
 constexpr int64_t kPanel = 128;
+constexpr int64_t kFew = 8;  // rows that each thread may prepare for itself
 
 // Blocks `range` of several weights taken as one.
 struct Product {
@@ -86,7 +87,7 @@ struct Pass {
   // Few pieces: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
   // Who does what changes no bits.
   void plan_attention() {
-    alone = rows < threads;
+    alone = rows < threads && rows <= kFew;
     const bool apart = alone || n_tiles * layer.kv_heads < 4 * threads;
     int64_t most = 0;
     for (int64_t i = 0; i < n_tiles; i++) {

@@ -35,10 +35,17 @@ void spin_until_changed(const std::atomic<uint32_t>& value, uint32_t old) {
 }  // namespace
 
 Pool::Pool(int threads) : n_(threads) {
-  for (int i = 1; i < n_; i++) workers_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < n_; i++) workers_.emplace_back([this, i] { work(i); });
+  } catch (...) {  // the system has no more threads to give
+    stop();
+    throw;
+  }
 }
 
-Pool::~Pool() {
+Pool::~Pool() { stop(); }
+
+void Pool::stop() {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     stop_ = true;

@@ -11,8 +11,8 @@
 
 namespace outrider {
 
-// Runs one function on all its threads at a time. Idle threads spin for some tens of microseconds, so that the next
-// layer finds them awake, and then sleep.
+// Runs one function on all its threads at a time. Idle threads spin for half a millisecond, so that the next pass
+// finds them awake, and then sleep.
 class Pool {
  public:
   explicit Pool(int threads);
@@ -34,6 +34,7 @@ class Pool {
 
  private:
   void work(int thread);
+  void stop();
 
   const int n_;
   std::mutex caller_;

@@ -13,11 +13,12 @@ from outrider.bench.harness import Record, Setting, check_prompts, loads_for, ru
 from outrider.bench.header import header
 from outrider.bench.prompts import QUICK, read_prompts
 from outrider.cli import flags
+from outrider.cli.progress import LoadLine
 from outrider.cli.stats import model_line
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
-from outrider.core.settings import bounds_of, given_flags
+from outrider.core.settings import bounds_of
 from outrider.engine.llm import LLM, spec_of
 from outrider.spec.registry import PLAIN, kind_of
 
@@ -65,7 +66,8 @@ def run(args: argparse.Namespace) -> int:
     engine = _engine_settings(args, max(batches))
 
     print(f"loading {args.model} ...", file=sys.stderr)
-    llm = LLM(drafter=specs, enable_prefix_caching=False, **engine)
+    with LoadLine(sys.stderr) as progress:
+        llm = LLM(drafter=specs, enable_prefix_caching=False, progress=progress, **engine)
     _check_lengths(llm, lengths)
     check_prompts(llm, prompts, params)
     settings = settings_for(lengths, batches)
@@ -113,7 +115,7 @@ def _whole_numbers(flag: str, text: str, high: int) -> tuple[int, ...]:
 
 def _engine_settings(args: argparse.Namespace, batch: int) -> dict[str, Any]:
     """The engine's flags; there is a seat for every request in flight."""
-    engine = given_flags(EngineConfig, args)
+    engine = flags.engine_values(args)
     seats = engine.setdefault("max_num_seqs", max(batch, EngineConfig.max_num_seqs))
     if seats < batch:
         raise SettingError(f"--max-num-seqs is {seats}; allowed is the largest --batch, {batch}, or more")

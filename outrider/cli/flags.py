@@ -51,9 +51,14 @@ def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = 
     group.add_argument("--logit-bias", metavar="JSON", help="for example '{\"42\": -100}'")
 
 
+def engine_values(args: argparse.Namespace) -> dict[str, Any]:
+    """The engine's settings that were given as flags, by their field names."""
+    return given_flags(EngineConfig, args, ENGINE_FLAGS)
+
+
 def load(args: argparse.Namespace) -> LLM:
     """The LLM that the flags describe; progress goes to standard error."""
-    engine = given_flags(EngineConfig, args, ENGINE_FLAGS)
+    engine = engine_values(args)
     spec = spec_mapping(args)
     with LoadLine(sys.stderr) as progress:
         return LLM(engine.pop("model"), spec, progress=progress, **engine)

@@ -12,7 +12,7 @@ import outrider
 from outrider.models.load import DEFAULT_MODEL
 from outrider.models.packed import LIMIT_VARIABLE, packed_cache
 from outrider.models.pull import cached
-from outrider.ops.native import NativeOps, available
+from outrider.ops.native import NativeOps, available, default_threads
 from outrider.spec.registry import DRAFTERS
 
 HELP = "show versions, devices, operations, drafters and the default model"
@@ -25,8 +25,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _operations() -> str:
     if not available():
         return "reference (torch); the native ones were not built, for want of a C++ compiler"
-    info = NativeOps(os.cpu_count() or 1).info()
-    return f"native, {info['isa']} of {', '.join(info['available'])}; weights as {', '.join(info['formats'])}"
+    info = NativeOps(default_threads()).info()
+    sets, formats = ", ".join(info["available"]), ", ".join(info["formats"])
+    return f"native, {info['threads']} threads, {info['isa']} of {sets}; weights as {formats}"
 
 
 def _packed() -> str:

@@ -37,7 +37,7 @@ class EngineConfig:
     max_num_seqs: int = setting(16, "sequences that run at once", low=1)
     max_num_batched_tokens: int = setting(512, "rows in one forward pass: longer prompts are cut in chunks", low=1)
     enable_prefix_caching: bool = setting(True, "share the KV of common prompt prefixes")
-    threads: int | None = setting(None, "CPU threads; default: one a core", low=1)
+    threads: int | None = setting(None, "CPU threads; default: one a core", low=1, high=256)
 
     def __post_init__(self) -> None:
         check_settings(self)

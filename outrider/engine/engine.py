@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -17,7 +18,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError, nearest
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.rng import choice_seed, fresh_seed
-from outrider.core.types import FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
+from outrider.core.types import Commit, FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
 from outrider.engine.answer import Answer
 from outrider.engine.commit import Outcome, append_tokens, commit_step
 from outrider.engine.metrics import EngineMetrics
@@ -213,7 +214,8 @@ class Engine:
         outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
         for proposer in self.proposers.values():
-            proposer.observe([commit for commit in commits if self._proposer_of(commit.seq) is proposer])
+            own = [commit for commit in commits if self._proposer_of(commit.seq) is proposer]
+            proposer.observe(own if out.features is None else self._with_features(own, proposer))
         records = tuple(self._span_record(outcome) for outcome in outcomes)
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
@@ -221,6 +223,16 @@ class Engine:
         self.controller.observe(record)
         self.metrics.observe(record)
         return deltas
+
+    def _with_features(self, commits: list[Commit], proposer: Proposer) -> list[Commit]:
+        """The commits with the features that ``proposer`` asked for, in its order, whatever others asked for."""
+        wanted, width = proposer.needs.feature_layers, self.target.config.hidden_size
+        if wanted == self._feature_layers:
+            return commits
+        columns = [self._feature_layers.index(layer) * width + i for layer in wanted for i in range(width)]
+        return [
+            replace(c, features=c.features[:, columns] if columns and c.features is not None else None) for c in commits
+        ]
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """Turns one answer's tokens into text that continues the prompt: a leading space is part of it."""

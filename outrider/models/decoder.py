@@ -241,6 +241,8 @@ class Decoder:
             features = torch.cat([after[order.index(layer)] for layer in feature_layers], dim=-1)
         # Rows are taken once each and in order: as many as there are means all of them.
         wanted = x if len(batch.logit_rows) == batch.n_rows else x.index_select(0, batch.logit_rows)
+        if not len(wanted):  # nothing but middle chunks of prompts
+            return ForwardOut(x.new_empty(0, self.config.vocab_size), features)
         return ForwardOut(self._logits(wanted), features)
 
     @torch.inference_mode()

@@ -111,8 +111,10 @@ def _open(path: Path) -> dict[str, Any]:
         raise ModelFileError(f"{path} is damaged or not a safetensors file ({one_line(error)})") from error
 
 
-def resolve(name: str) -> Path:
+def resolve(name: str, also: tuple[str, ...] = ()) -> Path:
     """The file or folder that ``name`` means: a path that exists, else a hub id 'org/name', fetched on first use.
+
+    ``also`` are patterns of files that are fetched besides those of a model.
 
     Raises SettingError for a name that is neither, ModelFileError when the hub does not give it.
     """
@@ -126,16 +128,16 @@ def resolve(name: str) -> Path:
             f"model is {name!r}; allowed is 'smollm2', a folder or .gguf file that exists, or a hub id like "
             f"'org/name'{nearest(name, ['smollm2'])}"
         )
-    return _fetch(name)
+    return _fetch(name, also)
 
 
-def _fetch(hub_id: str) -> Path:
+def _fetch(hub_id: str, also: tuple[str, ...] = ()) -> Path:
     """The folder with a snapshot of a hub repository: configuration, tokenizer and safetensors, never code."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import RepositoryNotFoundError
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=list(_WANTED), ignore_patterns=list(_UNWANTED)))
+        return Path(snapshot_download(hub_id, allow_patterns=[*_WANTED, *also], ignore_patterns=list(_UNWANTED)))
     except RepositoryNotFoundError as error:
         raise ModelFileError(
             f"model {hub_id!r} is neither a folder here nor a repository that the Hugging Face hub lets you read"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from outrider.models.packed import packed_cache
 from outrider.models.source import Keep, TensorSource
 from outrider.models.values import one_line
 from outrider.ops.contract import Ops
-from outrider.ops.native import NATIVE_DTYPES, NativeOps, available
+from outrider.ops.native import NATIVE_DTYPES, NativeOps, available, default_threads
 from outrider.ops.reference import ReferenceOps
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ def pick_ops(ops: str, device: torch.device, dtype: torch.dtype, threads: int | 
             f"ops is 'native' with device {device} and dtype {dtype}; allowed is cpu, float32 or bfloat16"
         )
     if ops == "native" or (ops == "auto" and fits and available()):
-        return NativeOps(threads or os.cpu_count() or 1)
+        return NativeOps(threads or default_threads())
     return ReferenceOps()
 
 

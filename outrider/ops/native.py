@@ -6,6 +6,7 @@ any instruction set. Needs the extension ``outrider._native``; see ``available``
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ _KEPT_AS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}
 """Types that have as many bits already: rounding them once more could only lose."""
 
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
+
+MAX_THREADS = 256
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 """What a model may be loaded as; rows are computed in fp32."""
@@ -119,6 +122,12 @@ def unpack(fmt: str, shape: tuple[int, ...], n_bytes: int, fill: Callable[[memor
         raise ValueError(f"a weight {list(shape)} of format {fmt} has {weight.nbytes} bytes, not {n_bytes}")
     fill(memoryview(weight.handle.bytes))
     return weight
+
+
+def default_threads() -> int:
+    """One thread for each core that this process may use, as far as the extension goes."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_THREADS, usable)
 
 
 class _Rope(tuple[torch.Tensor, ...]):

@@ -12,7 +12,18 @@ from typing import Any
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
-from outrider.spec.drafts import combine, lookahead, model, ngram, none, prediction, self_, suffix
+from outrider.spec.drafts import (
+    combine,
+    eagle,
+    lookahead,
+    medusa,
+    model,
+    ngram,
+    none,
+    prediction,
+    self_,
+    suffix,
+)
 from outrider.spec.proposer import DraftContext, Proposer
 
 logger = logging.getLogger("outrider")
@@ -42,6 +53,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
     "lookahead": DrafterKind(lookahead.LookaheadSettings, lookahead.build),
     "self": DrafterKind(self_.SelfSettings, self_.build),
+    "medusa": DrafterKind(medusa.MedusaSettings, medusa.build),
+    "eagle": DrafterKind(eagle.EagleSettings, eagle.build, aliases=("eagle3",)),
 }
 
 PLAIN = "none"
@@ -49,7 +62,6 @@ PLAIN = "none"
 
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
-_PLANNED = ("medusa", "eagle", "eagle3")
 
 # What people bring from other engines, and what to say to them.
 _LOSSY = "it would change the output, and this engine keeps the target's distribution exactly"
@@ -80,7 +92,7 @@ def kind_of(method: str) -> tuple[str, DrafterKind]:
         if method == name or method in kind.aliases:
             return name, kind
     known = [*DRAFTERS, *(alias for kind in DRAFTERS.values() for alias in kind.aliases)]
-    hint = " (not offered yet)" if method in _PLANNED else nearest(method, known)
+    hint = nearest(method, known)
     raise SettingError(f"method is {method!r}; allowed is one of {', '.join(DRAFTERS)}{hint}")
 
 

@@ -6,6 +6,7 @@ import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from outrider.core.errors import SettingError
 from outrider.core.rng import bits, uniform
 from outrider.core.types import Commit, Span
 from outrider.core.types import Sequence as Seq
+from outrider.models.decoder import Decoder
 from outrider.models.load import LoadedModel
 from outrider.spec.drafts.combine import Combine, Part
 from outrider.spec.drafts.model import ModelSettings, TwoModels
@@ -25,6 +27,7 @@ from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import DRAFTERS, build_proposer, settings_of
 from tests.engine.harness import toy_target
+from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa
 from tests.toy import full_logits
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -226,6 +229,16 @@ def _combined(mode: str, *builds: Build) -> Build:
     return build
 
 
+def _medusa(**options: Any) -> Build:
+    """Medusa with heads that were fitted to the target's greedy texts."""
+    return lambda c: _with("medusa", model=str(fitted_medusa(c.target.decoder)), **options)(c)
+
+
+def _eagle(write: Callable[[Decoder], Path], **options: Any) -> Build:
+    """EAGLE with a head that was fitted to the target's greedy texts."""
+    return lambda c: _with("eagle", model=str(write(c.target.decoder)), **options)(c)
+
+
 TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
     "ngram": {
         "chain": _with("ngram"),
@@ -260,6 +273,16 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
         "exit": _with("self", exit_layer=1),
         "skip": _with("self", skip_layers="0"),
         "exit, greedy draws": _with("self", exit_layer=1, draft_sample_method="greedy"),
+    },
+    "medusa": {
+        "likely": _medusa(),
+        "choices": _medusa(medusa_choices="[[0],[1],[0,0],[0,1],[1,0],[0,0,0],[0,1,0]]"),
+    },
+    "eagle": {
+        "chain": _eagle(fitted_eagle),
+        "tree": _eagle(fitted_eagle, eagle_topk=3, eagle_depth=4),
+        "third": _eagle(fitted_eagle3),
+        "third tree": _eagle(fitted_eagle3, eagle_topk=2, eagle_depth=5),
     },
 }
 """Drafters whose toy build needs options, or that deserve several. Any other one is built with its defaults."""

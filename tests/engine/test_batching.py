@@ -86,7 +86,9 @@ def test_settings_stay_with_their_rows() -> None:
             assert (got.stats.drafted > 0) == (jobs[i][2] > 0)
 
 
-@pytest.mark.parametrize("name", ["ngram tree", "model other", "model other tree", "model self"])
+@pytest.mark.parametrize(
+    "name", ["ngram tree", "model other", "model other tree", "model self", "medusa likely", "eagle tree"]
+)
 def test_identical_prompts_in_one_batch(name: str) -> None:
     """Three of four are the same: outputs and acceptance are the same, and a solo run's."""
     prompts = [PROMPT, [1, 2], PROMPT, PROMPT]
@@ -125,7 +127,19 @@ def test_junk_under_load() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])
-@pytest.mark.parametrize("name", ["ngram tree", "model self", "model other", "model other tree", "random"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "ngram tree",
+        "model self",
+        "model other",
+        "model other tree",
+        "medusa likely",
+        "eagle chain",
+        "eagle third tree",
+        "random",
+    ],
+)
 def test_prompts_of_different_lengths(temperature: float, name: str) -> None:
     """2 and 5, then 1, 7 and 33 tokens in one call: chains and trees, greedy and seeded, each as if alone."""
     build: Build = DRAFTERS.get(name, lambda _: RandomTree(32, Shape(tree=True, sampled=True)))
@@ -157,7 +171,7 @@ class Recorder(Proposer):
         return drafts
 
 
-@pytest.mark.parametrize("name", ["model other", "model other tree", "ngram tree"])
+@pytest.mark.parametrize("name", ["model other", "model other tree", "ngram tree", "medusa likely", "eagle chain"])
 def test_different_draft_lengths_in_one_batch(name: str) -> None:
     """Lengths 7 and 2 together: each request's drafts are those it gets alone, the output is plain's."""
     jobs = [(PROMPT, greedy(30), SpecParams(max_draft=7)), ([5, 6, 5, 6, 5], greedy(30), SpecParams(max_draft=2))]

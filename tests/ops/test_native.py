@@ -346,3 +346,21 @@ def test_two_sets_of_threads_at_once() -> None:
     with ThreadPoolExecutor(4) as callers:
         results = callers.map(lambda i: each[i % 2].linear(x, weight), range(200))
         assert all(torch.equal(got, expected) for got in results)
+
+
+@pytest.mark.parametrize(("key", "value"), [("f32", "q8_0"), ("q8_0", "f32"), ("bf16", "q4_1"), ("int8", "bf16")])
+def test_keys_and_values_may_be_stored_in_different_formats(key: str, value: str) -> None:
+    """What rounding leaves over of an input is only multiplied where the input was rounded."""
+    mixed = native_decoder(CONFIGS["llama"], "f32")
+    mixed.layers = tuple(
+        dataclasses.replace(layer, k=pack(dense.k.float(), key), v=pack(dense.v.float(), value))
+        for layer, dense in zip(mixed.layers, reference_of(mixed).layers, strict=True)
+    )
+    stored = []
+    for decoder in (mixed, reference_of(mixed)):
+        paged = Paged(decoder)
+        paged.run(Rows(0, [i * 7 % 31 for i in range(9)]))
+        first = paged.tables[0][0] * paged.block_size
+        stored.append([part[:, first : first + 4].double() for part in paged.kv[0].parts])
+    for got, want in zip(*stored, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=2e-3)
