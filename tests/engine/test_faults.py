@@ -184,8 +184,8 @@ def test_names_that_other_engines_use_are_understood(folder: Path) -> None:
     assert len(llm.generate("x", sampling_params=GREEDY)[0].token_ids) == 20
     with pytest.raises(SettingError, match="num_speculative_tokens is a setting of speculation"):
         LLM(str(folder), num_speculative_tokens=3)
-    with pytest.raises(SettingError, match=r"method is 'suffix'.*not offered yet"):
-        LLM(str(folder), "suffix")
+    with pytest.raises(SettingError, match=r"method is 'mlp_speculator'; allowed is one of none, ngram"):
+        LLM(str(folder), "mlp_speculator")
     with pytest.raises(SettingError, match="enabled=False switches speculation off"):
         llm.generate("x", GREEDY, SpecParams(drafter="none"))
 
