@@ -160,3 +160,15 @@ def test_an_empty_prompt_file_and_the_prefix_cache_are_refused(
     with pytest.raises(SystemExit):
         main(["bench", "--model", "never-loaded", "--enable-prefix-caching"])
     assert "--enable-prefix-caching" in capsys.readouterr().err
+
+
+def test_the_weights_are_quantized_as_asked(
+    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    kinds = []
+    for flags in ([], ["--quantize", "int8"]):
+        out = tmp_path / "out.json"
+        assert bench(folder, "--limit", "1", "--drafters", "none", "--json", str(out), *flags) == 0
+        kinds.append(json.loads(out.read_text())["header"]["engine"]["quantization"])
+    assert kinds == [None, "int8"]
