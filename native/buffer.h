@@ -4,6 +4,10 @@
 #include <cstdint>
 #include <memory>
 
+#ifdef OUTRIDER_SANITIZE
+#include <sanitizer/asan_interface.h>
+#endif
+
 namespace outrider {
 
 // Zeroed memory on a cache line boundary. Buffers lie side by side in large chunks of huge pages: reading some hundred
@@ -32,12 +36,22 @@ class Cutter {
   template <class T>
   T* take(int64_t count) {
     T* piece = base_ ? reinterpret_cast<T*>(base_ + used_) : nullptr;
-    used_ += (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    const int64_t bytes = count * static_cast<int64_t>(sizeof(T)), taken = (bytes + 63) / 64 * 64 + kGap;
+#ifdef OUTRIDER_SANITIZE
+    // What lies behind a piece is out of bounds too, though it is in the same stretch of memory.
+    if (base_) ASAN_UNPOISON_MEMORY_REGION(piece, bytes), ASAN_POISON_MEMORY_REGION(base_ + used_ + bytes, taken - bytes);
+#endif
+    used_ += taken;
     return piece;
   }
   int64_t used() const { return used_; }
 
  private:
+#ifdef OUTRIDER_SANITIZE
+  static constexpr int64_t kGap = 128;
+#else
+  static constexpr int64_t kGap = 0;
+#endif
   uint8_t* base_;
   int64_t used_ = 0;
 };

@@ -10,6 +10,7 @@ namespace {
 // Rows that go through a layer at a time: what they need between two phases stays in the cache.
 constexpr int64_t kPanel = 128;
 constexpr int64_t kFew = 8;  // rows that each thread may prepare for itself
+constexpr int64_t kMostStates = int64_t{32} << 20;  // floats: 128 MiB, of stretches worked out apart
 
 // Blocks `range` of several weights taken as one.
 struct Product {
@@ -88,12 +89,15 @@ struct Pass {
   // Who does what changes no bits.
   void plan_attention() {
     alone = rows < threads && rows <= kFew;
-    const bool apart = alone || n_tiles * layer.kv_heads < 4 * threads;
     int64_t most = 0;
     for (int64_t i = 0; i < n_tiles; i++) {
       most = std::max(most, tiles[i].count * shared);
-      if (apart) states += (tiles[i].to - tiles[i].from) * tiles[i].count * layer.heads;
+      states += (tiles[i].to - tiles[i].from) * tiles[i].count * layer.heads;
     }
+    // One tile is always worth it: without, one thread a KV head would do all of a long context.
+    const bool fits = n_tiles == 1 || states * state_floats(padded) <= kMostStates;
+    const bool apart = alone || (fits && n_tiles * layer.kv_heads < 4 * threads);
+    if (!apart) states = 0;
     scratch_floats = round_up(attend_scratch(most, padded) + (apart ? 0 : 2 * most * state_floats(padded)), kLanes);
   }
 
@@ -202,8 +206,7 @@ struct Pass {
   void look_ahead(AttendTask& task, const RowTile& tile, int64_t kv_head, int64_t stretch) const {
     const SeenRow& row = seen.rows[static_cast<size_t>(tile.first)];
     task.ahead = row.list + stretch * kStretch;
-    task.n_ahead = std::min(kStretch, row.end - stretch * kStretch);
-    task.ahead_head = kv_head;
+    task.n_ahead = std::min(kStretch, row.end - stretch * kStretch), task.ahead_head = kv_head;
   }
 
   // One stretch of a tile; behind the slots that all its rows see, each row has a list of its own.
@@ -323,7 +326,6 @@ struct Pass {
     const auto blocks = [](const Linear& l) { return l.weight->blocks(); };
     Pool& pool = context.pool;
     const Inputs& mine = input(thread);
-
     // Blocks of keys and values count twice where what rounding leaves over is multiplied too.
     const int64_t coarse = blocks(layer.q), twice = fine() ? 2 : 1;
     const auto block_at = [&](int64_t cost) { return cost < coarse ? cost : coarse + (cost - coarse) / twice; };
@@ -346,8 +348,7 @@ struct Pass {
     pool.barrier();
     if (states || any_integer({&layer.o})) gather(thread, any_integer({&layer.o}));
     const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
-    if (x != y)
-      for (int64_t r = 0; r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
+    for (int64_t r = 0; x != y && r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
     multiply(kernels(), with(mine.acts, mine.mixed, q_width), {{&layer.o, y}}, out, true);
     pool.barrier();
     warm({&layer.gate}, share(blocks(layer.gate), thread, threads));
