@@ -139,6 +139,12 @@ void weigh(float* s, int64_t first, int64_t last, float* top_and_sum) {
   top_and_sum[1] = V::sum(sum);
 }
 
+// The slots of a stretch that a row sees.
+struct Seen {
+  int64_t first, count;
+  bool operator==(const Seen& other) const { return first == other.first && count == other.count; }
+};
+
 void attend(const AttendTask& t) {
   const int64_t base = t.stretch * kStretch, heads = t.n_heads, pad = t.padded, state = state_floats(pad);
   int64_t end = 0;
@@ -165,19 +171,25 @@ void attend(const AttendTask& t) {
   }
 
   values.read(list, count, at);
-  for (int64_t r = 0; r < t.n_rows; r++) {
+  const auto seen = [&](int64_t r) {
     const int64_t first = t.rows[r].begin > base ? t.rows[r].begin - base : 0, last = smaller(t.rows[r].end - base, kStretch);
-    if (first >= last) continue;
-    for (int64_t h = 0; h < heads; h++)
-      weigh(scores + (r * heads + h) * kStretch, first, last, t.states + (r * heads + h) * state + pad);
-    for (int64_t h = 0; h < heads;) {
-      float* o = t.states + (r * heads + h) * state;
-      const float* p = scores + (r * heads + h) * kStretch + first;
-      switch (heads - h) {
-        case 1: mix_heads<1>(o, pad, p, at + first, last - first), h += 1; break;
-        case 2: mix_heads<2>(o, pad, p, at + first, last - first), h += 2; break;
-        case 3: mix_heads<3>(o, pad, p, at + first, last - first), h += 3; break;
-        default: mix_heads<4>(o, pad, p, at + first, last - first), h += 4; break;
+    return Seen{first, last > first ? last - first : 0};
+  };
+  for (int64_t r = 0, same; r < t.n_rows; r += same) {
+    const Seen now = seen(r);
+    for (same = 1; r + same < t.n_rows && seen(r + same) == now;) same++;
+    if (!now.count) continue;
+    // Rows that see the same go together: their heads, too, lie one after the other.
+    const int64_t end = (r + same) * heads;
+    for (int64_t i = r * heads; i < end; i++) weigh(scores + i * kStretch, now.first, now.first + now.count, t.states + i * state + pad);
+    for (int64_t i = r * heads; i < end;) {
+      float* o = t.states + i * state;
+      const float* p = scores + i * kStretch + now.first;
+      switch (end - i) {
+        case 1: mix_heads<1>(o, pad, p, at + now.first, now.count), i += 1; break;
+        case 2: mix_heads<2>(o, pad, p, at + now.first, now.count), i += 2; break;
+        case 3: mix_heads<3>(o, pad, p, at + now.first, now.count), i += 3; break;
+        default: mix_heads<4>(o, pad, p, at + now.first, now.count), i += 4; break;
       }
     }
   }
