@@ -125,11 +125,10 @@ def _grammar(args: argparse.Namespace) -> Grammar | None:
     if args.json_schema is None:
         return None
     try:
-        return Grammar("json_schema", args.json_schema.read_text(encoding="utf-8"), "--json-schema")
+        schema = args.json_schema.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        if isinstance(error, SettingError):
-            raise
         raise SettingError(f"--json-schema is {args.json_schema}, which cannot be read: {error}") from None
+    return Grammar("json_schema", schema, "--json-schema")
 
 
 def _flag_names(settings: type) -> dict[str, str]:

@@ -69,7 +69,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = setting(None, "draw from these token ids only")
     banned_token_ids: tuple[int, ...] = setting((), "never draw these token ids")
     processors: tuple[LogitsProcessor, ...] = setting((), "functions that change the logits")
-    grammar: Grammar | None = setting(None, "what the answer's text must look like")
+    grammar: Grammar | None = setting(None, "what the answer's text must look like")  # noqa: RUF009 (frozen)
     seed: int | None = setting(None, "makes random draws repeatable")
     n: int = setting(1, "answers to one prompt")
     max_tokens: int = setting(256, "longest answer, tokens")

@@ -169,7 +169,8 @@ def _source(llguidance: Any, grammar: Grammar) -> str:
     matcher = llguidance.LLMatcher
     if grammar.kind in ("json_object", "json_schema"):
         schema = grammar.text or '{"type": "object"}'
-        return str(matcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS))
+        options = _JSON_OPTIONS if isinstance(json.loads(schema), dict) else None  # true and false take none
+        return str(matcher.grammar_from_json_schema(schema, defaults=options))
     if grammar.kind == "regex":
         return str(matcher.grammar_from_regex(grammar.text))
     if grammar.kind == "choice":

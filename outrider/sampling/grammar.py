@@ -47,13 +47,16 @@ class Matcher:
         return bits.view(np.bool_)
 
     def count_allowed(self, path: Sequence[int]) -> int:
-        """How many of the draft tokens ``path`` the grammar allows one after the other, up to a first end token."""
+        """How many of the draft tokens ``path`` may follow one another, up to a first end token and with it."""
         if self._go_to(()):
             return 0
         ends = self._grammar.eos_ids
         end = next((i for i, token in enumerate(path) if token in ends), len(path))
         allowed = int(self._matcher.validate_tokens(list(path[:end])))
-        return allowed + 1 if allowed == end < len(path) else allowed
+        if allowed == end < len(path):
+            self._go_to(path[:end])
+            allowed += bool(self._matcher.is_accepting())
+        return allowed
 
     def _go_to(self, path: Sequence[int]) -> bool:
         """Takes in answer and ``path``, up to an end token; returns whether there is one."""
