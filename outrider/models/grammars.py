@@ -82,13 +82,13 @@ class Grammars:
 
     @cached_property
     def _tokens(self) -> Any:
-        """llguidance's view of the vocabulary. A mask is computed at once: the first one does half of its set-up."""
+        """llguidance's view of the vocabulary; what the tokenizer sets up for its first call is done here, too."""
         assert self._tokenizer is not None
         llguidance = _library("grammar")
         vocabulary = _Vocabulary(self._tokenizer, self._n_tokens, self._eos_ids)
         tokens = llguidance.LLTokenizer(vocabulary, n_vocab=self._n_tokens, eos_token=list(self._eos_ids))
         vocabulary.greedy = tokens.greedy_tokenize
-        llguidance.LLMatcher(tokens, llguidance.LLMatcher.grammar_from_regex("a*")).compute_bitmask()
+        vocabulary("a")
         return tokens
 
 
