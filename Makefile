@@ -49,7 +49,7 @@ $(BUILD): | $(VENV)/bin/python
 
 $(PACKAGE): pyproject.toml constraints.txt $(wildcard native/*) $(BUILD)
 	@echo "== installing outrider and what it needs, and building its C++ part (a few minutes the first time)"
-	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable .
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[grammar]"
 	@touch $@
 
 $(DEV): $(PACKAGE)

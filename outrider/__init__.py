@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.errors import ModelFileError, OutriderError, SettingError
+from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.version import __version__
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "EngineConfig",
+    "Grammar",
     "ModelFileError",
     "OutriderError",
     "SamplingParams",

@@ -7,11 +7,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from outrider.cli.progress import LoadLine
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.errors import SettingError
+from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams
 from outrider.core.settings import add_flags, given_flags
 from outrider.engine.llm import LLM
@@ -47,8 +49,11 @@ def add_drafter_flags(group: argparse._ActionsContainer, skip: tuple[str, ...] =
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
     """How to sample; at the command line greedy is the default."""
     group = parser.add_argument_group("sampling (greedy unless --temperature is given)")
-    add_flags(group, SamplingParams, skip=("processors", "logit_bias", *skip), defaults={"temperature": 0})
+    add_flags(group, SamplingParams, skip=("processors", "logit_bias", "grammar", *skip), defaults={"temperature": 0})
     group.add_argument("--logit-bias", metavar="JSON", help="for example '{\"42\": -100}'")
+    grammar = group.add_mutually_exclusive_group()
+    grammar.add_argument("--json-schema", type=Path, metavar="FILE", help="answer with JSON that obeys this schema")
+    grammar.add_argument("--regex", metavar="RE", help="answer with a text that matches this expression as a whole")
 
 
 def engine_values(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +116,19 @@ def sampling(args: argparse.Namespace) -> SamplingParams:
             raise SettingError(
                 f"--logit-bias is {args.logit_bias!r}; allowed is a JSON object from token ids to numbers"
             ) from None
-    return SamplingParams(**values)
+    return SamplingParams(**values, grammar=_grammar(args))
+
+
+def _grammar(args: argparse.Namespace) -> Grammar | None:
+    if args.regex is not None:
+        return Grammar("regex", args.regex, "--regex")
+    if args.json_schema is None:
+        return None
+    try:
+        schema = args.json_schema.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingError(f"--json-schema is {args.json_schema}, which cannot be read: {error}") from None
+    return Grammar("json_schema", schema, "--json-schema")
 
 
 def _flag_names(settings: type) -> dict[str, str]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.core.errors import SettingError
+from outrider.core.grammar import Grammar
 from outrider.core.settings import setting
 
 LogitsProcessor = Callable[[Sequence[int], Sequence[int], NDArray[np.floating]], NDArray[np.floating]]
@@ -53,7 +54,8 @@ class SamplingParams:
     only. ``stop`` strings and ``stop_token_ids`` end the answer: the text ends before the stop, the token ids, logprobs
     and usage with the token that completes it. Before ``min_tokens`` outputs exist, EOS and stop
     tokens cannot be drawn and a stop string that is already complete does not count. ``logprobs`` asks for the chosen
-    token and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one.
+    token and this many best ones, of the model itself (before any rule). ``seed`` None draws a fresh one. ``grammar``
+    lets only those tokens be drawn that can lead to a text it describes, and EOS only where that text is complete.
     """
 
     temperature: float = setting(1.0, "0 is greedy; higher is more random")
@@ -67,6 +69,7 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] | None = setting(None, "draw from these token ids only")
     banned_token_ids: tuple[int, ...] = setting((), "never draw these token ids")
     processors: tuple[LogitsProcessor, ...] = setting((), "functions that change the logits")
+    grammar: Grammar | None = setting(None, "what the answer's text must look like")  # noqa: RUF009 (frozen)
     seed: int | None = setting(None, "makes random draws repeatable")
     n: int = setting(1, "answers to one prompt")
     max_tokens: int = setting(256, "longest answer, tokens")
@@ -112,6 +115,10 @@ class SamplingParams:
             _require(all(_whole(i) and i >= 0 for i in ids), name, ids, "token ids (whole numbers >= 0)")
         _require(self.allowed_token_ids != (), "allowed_token_ids", (), "at least one token id, or None")
         _require(all(callable(f) for f in self.processors), "processors", self.processors, "callables")
+        g = self.grammar
+        _require(g is None or isinstance(g, Grammar), "grammar", g, "a Grammar, or None")
+        if g is not None and self.ignore_eos:
+            raise SettingError(f"ignore_eos is true with {g.where}; allowed is false, as the grammar says where to end")
         s = self.seed
         _require(
             s is None or (_whole(s) and 0 <= s < 2**63),
@@ -153,6 +160,7 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.banned_token_ids
             or self.processors
+            or self.grammar is not None
             or self.min_tokens
             or self.presence_penalty
             or self.frequency_penalty

@@ -29,7 +29,7 @@ from outrider.models.load import LoadedModel
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
-from outrider.sampling.rows import NodeRows
+from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
 from outrider.spec.draws import draws_for
@@ -122,13 +122,12 @@ class Engine:
             )
         if spec.prediction and spec.enabled and not self.proposers[drafter].needs.prediction:
             raise SettingError(f"prediction is given; drafter {drafter} makes no use of it")
+        sampler = Sampler.of(params, self.target)
         request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
         self._next_request += 1
         self._requests[request.id] = request
         seed = fresh_seed() if params.seed is None else params.seed
         eos_ids = self.target.config.eos_ids
-        target = self.target
-        sampler = Sampler(params, target.config.vocab_size, eos_ids, target.n_tokens, target.unused_ids)
         for index in range(params.n):
             seq = Sequence(
                 id=self._next_sequence,
@@ -255,7 +254,8 @@ class Engine:
         for name, proposer in self.proposers.items():
             own = [span for span in spans if span.budget and self._request_of[span.seq.id].drafter == name]
             for span, draft in zip(own, self._drafts(name, proposer, own) if own else [], strict=True):
-                span.draft = draft.truncated(span.budget)
+                answer = self._answer_of[span.seq.id]
+                span.draft = pruned(draft.truncated(span.budget), answer.sampler, answer.history)
 
     def _drafts(self, name: str, proposer: Proposer, spans: Seq[Span]) -> list[Draft]:
         """What a drafter proposes. If it fails, that costs its drafts, never an answer."""

@@ -25,6 +25,7 @@ from outrider.ops.reference import ReferenceOps
 
 if TYPE_CHECKING:
     from outrider.models.chat_template import ChatTemplate
+    from outrider.models.grammars import Grammars
     from outrider.models.tokenizer import Tokenizer
 
 DEFAULT_MODEL = "smollm2"
@@ -51,6 +52,13 @@ class LoadedModel:
     def unused_ids(self) -> tuple[int, ...]:
         """Ids below ``n_tokens`` that stand for no token."""
         return () if self.tokenizer is None else tuple(i for i in self.tokenizer.unused_ids if i < self.n_tokens)
+
+    @cached_property
+    def grammars(self) -> Grammars:
+        """Compiles grammars for this model's tokens."""
+        from outrider.models.grammars import Grammars
+
+        return Grammars(self.tokenizer, self.n_tokens, self.config.eos_ids)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from outrider.models.grammars import CompiledGrammar
+from outrider.sampling.grammar import Matcher
+
 
 class History:
     """Prompt and output of one sequence. ``tokens`` is its own list, read and never copied; it may only grow.
@@ -21,6 +24,7 @@ class History:
         self._ids = np.empty(64, dtype=np.int64)
         self._times = np.zeros(64)
         self._counted = 0  # tokens taken in
+        self._matcher: Matcher | None = None
 
     @property
     def prompt(self) -> list[int]:
@@ -51,6 +55,12 @@ class History:
         for token in path:
             times[place.get(token, self._place.get(token, 0))] += 1
         return ids, times
+
+    def matcher(self, grammar: CompiledGrammar) -> Matcher:
+        """Where the output stands in the request's grammar, always the same one."""
+        if self._matcher is None:
+            self._matcher = Matcher(grammar, self.tokens, self.n_prompt)
+        return self._matcher
 
     def _take(self, token: int, drawn: bool) -> None:
         place = self._place.setdefault(token, len(self._place))

@@ -14,6 +14,18 @@ from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 
 
+def pruned(draft: Draft, sampler: Sampler, history: History) -> Draft:
+    """A chain of certain tokens cut where the request's grammar forbids it: what follows would only cost rows.
+
+    Drawn tokens stay: to drop one for its value would change the law of what comes instead.
+    """
+    whole = len(draft)
+    if sampler.grammar is None or not draft.is_chain or draft.n_verify < whole or any(q is not None for q in draft.q):
+        return draft
+    kept = history.matcher(sampler.grammar).count_allowed(draft.tokens)
+    return draft.truncated(kept) if kept or not whole else Draft.nothing("the grammar forbids the draft")
+
+
 class NodeRows(Sequence[Dist]):
     """Row 0 follows the last committed token, row 1+i follows draft node i with that node's own history.
 

@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from outrider.core.dist import Dist, all_ids
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
+from outrider.models.grammars import CompiledGrammar
+from outrider.models.load import LoadedModel
 from outrider.sampling.history import History
 from outrider.sampling.select import best, nucleus
 
@@ -31,7 +33,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 class Sampler:
     """A pure function from (logits, history) to a distribution; it holds nothing that changes.
 
-    Order of the rules: allowed and banned tokens, logit bias, ``min_tokens``, penalties, custom processors,
+    Order of the rules: allowed and banned tokens, logit bias, ``min_tokens``, penalties, custom processors, grammar,
     temperature, min-p, top-k, top-p. Shaping and probabilities are in float64. Ids from ``n_tokens`` (the tokenizer's
     size) on are padding of the vocabulary and are never drawn, nor are ``unused`` ids in between.
     """
@@ -43,9 +45,13 @@ class Sampler:
         eos_ids: tuple[int, ...] = (),
         n_tokens: int | None = None,
         unused: Sequence[int] = (),
+        grammar: CompiledGrammar | None = None,
     ) -> None:
+        """``grammar`` is that of ``params``, compiled for the tokens of the model (see ``Sampler.of``)."""
+        assert (grammar is None) == (params.grammar is None)
         check_token_ids(params, vocab_size)
         self.params = params
+        self.grammar = grammar
         self.vocab_size = vocab_size
         self.n_tokens = vocab_size if n_tokens is None else min(n_tokens, vocab_size)
         self._forbidden = self._compile_forbidden(unused)
@@ -57,6 +63,13 @@ class Sampler:
         self._endings = np.array(sorted(i for i in endings if i < vocab_size), dtype=np.int64)
         self._floor = max(math.log(params.min_p), _LOWEST) if params.min_p > 0 else _LOWEST
         self._inverse = 1.0 / max(params.temperature, _COLDEST)
+
+    @staticmethod
+    def of(params: SamplingParams, model: LoadedModel) -> Sampler:
+        """The rules for the vocabulary of ``model``. Raises SettingError if they do not fit it."""
+        grammar = None if params.grammar is None else model.grammars.compile(params.grammar)
+        shape = model.config
+        return Sampler(params, shape.vocab_size, shape.eos_ids, model.n_tokens, model.unused_ids, grammar)
 
     def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
         """What the next token is drawn from. ``logits`` [V] stay as they are.
@@ -144,6 +157,10 @@ class Sampler:
                     f"processors[{i}] returned shape {np.shape(shaped)}; allowed is the logits' shape {z.shape}"
                 )
             z = np.array(shaped, dtype=np.float64)  # a copy: the next one may write into it
+        if self.grammar is not None:  # last, so that no other rule can bring back what it forbids
+            allowed = history.matcher(self.grammar).allowed(path)
+            np.copyto(z[: len(allowed)], -np.inf, where=~allowed)
+            z[len(allowed) :] = -np.inf
         return z
 
 
@@ -158,6 +175,6 @@ def _no_choice(peak: float, place: str) -> SettingError:
     if peak == -math.inf:
         return SettingError(
             f"no token is left to draw{place}: allowed_token_ids, banned_token_ids, logit_bias, "
-            "min_tokens and processors together must leave at least one"
+            "min_tokens, processors and grammar together must leave at least one"
         )
     return SettingError(f"the logits{place} hold {peak}; allowed are finite numbers and -inf")

@@ -241,3 +241,29 @@ def test_check_reports_where_a_lossy_engine_differs(
     assert first["plain_token"] != first["speculative_token"]
     assert first["margin"] > 0
     assert not all(d["near_tie"] for d in result["divergences"])
+
+
+def test_generate_under_a_grammar(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("llguidance")
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "array", "uniqueItems": true}')
+    assert main(["generate", folder, "Numbers: ", "--json-schema", str(schema)]) == 2
+    assert "--json-schema cannot be used as a JSON schema: Unimplemented keys" in capsys.readouterr().err
+    schema.write_text('{"properties": {"n": {"enum": [12, 34]}}, "required": ["n"], "additionalProperties": false}')
+    assert main(["generate", folder, "Numbers: ", "--json-schema", str(schema), "--max-tokens", "99"]) == 0
+    assert json.loads(capsys.readouterr().out)["n"] in (12, 34)
+    assert main(["generate", folder, "Numbers: ", "--regex", "[ab]{3}", *SMALL]) == 0
+    assert capsys.readouterr().out.strip("ab") == "\n"
+    for flags, words in (
+        (["--regex", "(a"], "--regex cannot be used as a regular expression: unclosed group"),
+        (["--json-schema", str(tmp_path / "none.json")], "which cannot be read"),
+        (["--json-schema", str(schema), "--regex", "a"], "not allowed with argument"),
+    ):
+        try:
+            code = main(["generate", folder, "Numbers: ", *flags, *SMALL])
+        except SystemExit as exit:
+            code = int(exit.code or 0)
+        assert code == 2
+        err = capsys.readouterr().err
+        assert words in err
+        assert "Traceback" not in err

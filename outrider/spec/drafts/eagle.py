@@ -323,13 +323,10 @@ class Eagle(Proposer):
 
     def _sampler(self, seq: Seq) -> tuple[Sampler, History]:
         if seq.id not in self._samplers:
-            params, target = seq.params, self.target
+            params = seq.params
             if params.greedy or self.settings.draft_sample_method == "greedy":
                 params = replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
-            sampler = Sampler(
-                params, target.config.vocab_size, target.config.eos_ids, target.n_tokens, target.unused_ids
-            )
-            self._samplers[seq.id] = sampler, History(seq.tokens, seq.n_prompt)
+            self._samplers[seq.id] = Sampler.of(params, self.target), History(seq.tokens, seq.n_prompt)
         return self._samplers[seq.id]
 
 

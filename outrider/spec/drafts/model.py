@@ -188,8 +188,7 @@ class TwoModels(Proposer):
         params = seq.params
         if self._certain(seq):
             params = replace(params, temperature=1.0, top_k=self._widest, top_p=1.0, min_p=0.0)
-        target = self.target
-        return Sampler(params, target.config.vocab_size, target.config.eos_ids, target.n_tokens, target.unused_ids)
+        return Sampler.of(params, self.target)
 
     def _certain(self, seq: Seq) -> bool:
         return seq.params.greedy or self.settings.draft_sample_method == "greedy"

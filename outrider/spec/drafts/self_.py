@@ -166,13 +166,10 @@ class SelfDraft(Proposer):
 
     def _rules_of(self, seq: Seq) -> tuple[Sampler, History]:
         if seq.id not in self._rules:
-            params, target = seq.params, self.target
+            params = seq.params
             if self._certain(seq):
                 params = replace(params, temperature=1.0, top_k=1, top_p=1.0, min_p=0.0)
-            sampler = Sampler(
-                params, target.config.vocab_size, target.config.eos_ids, target.n_tokens, target.unused_ids
-            )
-            self._rules[seq.id] = sampler, History(seq.tokens, seq.n_prompt)
+            self._rules[seq.id] = Sampler.of(params, self.target), History(seq.tokens, seq.n_prompt)
         return self._rules[seq.id]
 
     def _certain(self, seq: Seq) -> bool:

@@ -1,0 +1,72 @@
+"""What a grammar costs on a real vocabulary: compiling, a matcher, a mask, and a step back along a draft.
+
+python -m benchmarks.grammar MODEL
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from outrider.core.grammar import Grammar
+from outrider.models.grammars import Grammars
+from outrider.models.load import open_model
+from outrider.sampling.grammar import Matcher
+
+SCHEMA = Grammar.schema(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string"},
+            "age": {"type": "integer"},
+            "tags": {"type": "array", "items": {"type": "string"}},
+        },
+        "required": ["name", "age", "tags"],
+        "additionalProperties": False,
+    }
+)
+TEXT = '{"name": "Bob Smith", "age": 42, "tags": ["tennis", "chess", "reading old books"]}'
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Milliseconds."""
+    start = time.perf_counter()
+    work()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    tokenizer = open_model(Path(sys.argv[1]).expanduser()).tokenizer
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids)
+    print(f"first grammar of the model: {timed(lambda: grammars.compile(Grammar('json_object'))):.0f} ms")
+    print(f"a further grammar: {timed(lambda: grammars.compile(SCHEMA)):.1f} ms")
+    compiled = grammars.compile(SCHEMA)
+    print(f"a matcher: {timed(compiled.start) * 1e3:.0f} us")
+    ids = tokenizer.encode(TEXT)
+    for what, n_ahead in (("without drafts", 0), ("with 4 draft tokens, 3 of them rejected", 4)):
+        costs: list[float] = []
+        for _ in range(20):
+            tokens: list[int] = []
+            matcher = Matcher(compiled, tokens, 0)
+            for i, token in enumerate(ids):
+                for ahead in range(1 + n_ahead):
+                    path = ids[i : i + ahead]
+                    costs.append(timed(lambda matcher=matcher, path=path: matcher.allowed(path)) * 1e3)
+                tokens.append(token)
+        cost = np.array(costs)
+        print(
+            f"a mask of {tokenizer.vocab_size} tokens {what}: mean {cost.mean():.0f} us, median {np.median(cost):.0f}, "
+            f"99% {np.percentile(cost, 99):.0f}, most {cost.max():.0f}"
+        )
+    logits = np.zeros(tokenizer.vocab_size)
+    mask = Matcher(compiled, [], 0).allowed()
+    apply = min(timed(lambda: np.copyto(logits, -np.inf, where=~mask)) for _ in range(50))
+    print(f"applying a mask: {apply * 1e3:.0f} us")
+
+
+if __name__ == "__main__":
+    main()

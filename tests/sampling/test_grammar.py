@@ -1,0 +1,149 @@
+"""The matcher of one answer, and the rows of a draft under a grammar: each node by its own path."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from outrider.core.dist import Dist
+from outrider.core.draft import Draft
+from outrider.core.errors import SettingError
+from outrider.core.grammar import Grammar
+from outrider.core.params import SamplingParams
+from outrider.models.grammars import CompiledGrammar, Grammars
+from outrider.models.tokenizer import Tokenizer, tokenizer_from_folder
+from outrider.sampling.grammar import Matcher
+from outrider.sampling.history import History
+from outrider.sampling.rows import NodeRows, pruned
+from outrider.sampling.sampler import Sampler
+from tests.tiny import write_tiny_model
+
+pytest.importorskip("llguidance")
+EOS, VOCAB, N = 2, 320, 300
+PROMPT = [40, 41, 42]
+ANY_JSON = Grammar.schema({"type": "object", "additionalProperties": {"type": ["integer", "null", "string", "array"]}})
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return tokenizer_from_folder(write_tiny_model(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, N, (EOS,))
+
+
+def fresh(compiled: CompiledGrammar, output: list[int]) -> list[int]:
+    """The allowed tokens by a matcher that never saw anything else."""
+    return np.flatnonzero(Matcher(compiled, [*PROMPT, *output], len(PROMPT)).allowed()).tolist()
+
+
+@pytest.mark.parametrize("grammar", [ANY_JSON, Grammar("regex", r"(ab|a|\d{2,3}é?)*the"), Grammar("regex", ".{0,40}")])
+def test_wherever_it_goes_it_is_as_if_it_had_gone_there_straight(grammars: Grammars, grammar: Grammar) -> None:
+    """Random walks over trees of draft tokens, with commits of a path, a part of one, or something else."""
+    compiled = grammars.compile(grammar)
+    rng = random.Random(7)
+    for _ in range(6):
+        tokens = list(PROMPT)
+        matcher = Matcher(compiled, tokens, len(PROMPT))
+        while len(tokens) < 30 and tokens[-1] != EOS:
+            paths: list[list[int]] = [[]]
+            for _ in range(8):
+                path = rng.choice(paths)
+                output = [*tokens[len(PROMPT) :], *path]
+                nexts = np.flatnonzero(matcher.allowed(path)).tolist()
+                assert nexts == fresh(compiled, output)
+                paths.append([*path, rng.choice(nexts)])
+                if EOS not in paths[-1]:
+                    drafted = [*path, rng.randrange(N)]
+                    assert matcher.count_allowed(path) == len(path)
+                    assert len(path) <= matcher.count_allowed(drafted) <= len(drafted)
+                    ended = matcher.count_allowed([*path, EOS, 70])
+                    assert ended == len(path) + (EOS in fresh(compiled, output))
+            kept = rng.choice(paths)
+            kept = kept[: rng.randrange(len(kept) + 1)]
+            tokens += kept
+            if tokens[-1] != EOS:
+                tokens.append(rng.choice(fresh(compiled, tokens[len(PROMPT) :])))
+
+
+def test_behind_the_end_only_the_end_can_come(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Drafts go on behind the closing brace and EOS (FAULTS B22): the matcher neither fails nor loses its place."""
+    compiled = grammars.compile(Grammar("json_object"))
+    ids = tokenizer.encode("{}")
+    tokens = [*PROMPT, ids[0]]
+    matcher = Matcher(compiled, tokens, len(PROMPT))
+    before = matcher.allowed().tolist()
+    for tail in ([EOS], [EOS, 70, 71], [EOS, EOS]):
+        assert np.flatnonzero(matcher.allowed([*ids[1:], *tail])).tolist() == [EOS]
+        assert matcher.allowed().tolist() == before
+    assert np.flatnonzero(matcher.allowed(ids[1:])).tolist() == [EOS]
+    assert matcher.count_allowed([*ids[1:], EOS, 70]) == len(ids)
+    assert matcher.count_allowed([EOS]) == 0
+    tokens += [*ids[1:], EOS]
+    assert np.flatnonzero(matcher.allowed()).tolist() == [EOS]
+    assert matcher.count_allowed([70]) == 0
+
+
+def test_a_path_that_breaks_the_grammar_is_said_and_forgotten(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    matcher = Matcher(grammars.compile(Grammar("regex", "abc", "guided_regex")), list(PROMPT), len(PROMPT))
+    a, x = tokenizer.encode("a")[0], tokenizer.encode("x")[0]
+    before = matcher.allowed().tolist()
+    for path in ([x], [a, x], [a, x, a]):
+        with pytest.raises(SettingError, match=f"token {x} breaks the answer's grammar \\(guided_regex\\)"):
+            matcher.allowed(path)
+    assert matcher.allowed().tolist() == before
+
+
+def test_every_node_has_its_own_mask(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b, c = (tokenizer.encode(x)[0] for x in "abc")
+    params = SamplingParams(grammar=Grammar("regex", "[ab]a|b(b|c)"))
+    sampler = Sampler(params, VOCAB, (EOS,), N, grammar=grammars.compile(params.grammar or ANY_JSON))
+    draft = Draft.tree([a, b, a, c, b], [-1, -1, 0, 1, 1])
+    rows = NodeRows(sampler, np.zeros((6, VOCAB)), History(PROMPT, len(PROMPT)), draft)
+    assert [row.ids.tolist() for row in rows] == [[a, b], [a], [a, b, c], [EOS], [EOS], [EOS]]
+
+
+def test_no_rule_brings_a_forbidden_token_back(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Neither a bias nor a processor that overwrites the logits; padding ids stay out as well."""
+    (a,), (x,) = tokenizer.encode("a"), tokenizer.encode("x")
+
+    def all_alike(prompt: object, output: object, logits: np.ndarray) -> np.ndarray:
+        return np.zeros_like(logits)
+
+    grammar = Grammar("regex", "a+")
+    for rules in ({"logit_bias": {x: 1e9}}, {"processors": (all_alike,)}):
+        params = SamplingParams(grammar=grammar, **rules)  # type: ignore[arg-type]
+        sampler = Sampler(params, VOCAB, (EOS,), N, grammar=grammars.compile(grammar))
+        assert sampler.dist(np.zeros(VOCAB), PROMPT, []).ids.tolist() == [a]
+        assert sampler.dist(np.zeros(VOCAB), PROMPT, [a]).ids.tolist() == [EOS, a]
+    for rules in ({"banned_token_ids": (a,)}, {"allowed_token_ids": (x,)}):
+        params = SamplingParams(grammar=grammar, **rules)  # type: ignore[arg-type]
+        with pytest.raises(SettingError, match=r"no token is left to draw.*grammar together"):
+            Sampler(params, VOCAB, (EOS,), N, grammar=grammars.compile(grammar)).dist(np.zeros(VOCAB), PROMPT, [])
+
+
+def test_pruning_cuts_certain_chains_only(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    a, b, x = (tokenizer.encode(t)[0] for t in "abx")
+    grammar = Grammar("regex", "a+b")
+    sampler = Sampler(SamplingParams(grammar=grammar), VOCAB, (EOS,), N, grammar=grammars.compile(grammar))
+    history = History([*PROMPT, a], len(PROMPT))
+
+    def cut(draft: Draft) -> Draft:
+        return pruned(draft, sampler, history)
+
+    assert cut(Draft.chain([a, a, x, b])).tokens == (a, a)
+    assert cut(Draft.chain([a, b, EOS, a])).tokens == (a, b, EOS)
+    assert cut(Draft.chain([x, a])).reason == "the grammar forbids the draft"
+    assert cut(Draft.nothing("why")).reason == "why"
+    drawn = Draft.chain([x, a], [Dist.point(x), None])
+    tree = Draft.tree([x, a], [-1, -1])
+    probes = Draft((x, a), (-1, 0), (None, None), n_verify=1)
+    for draft in (drawn, tree, probes):
+        assert cut(draft) is draft
+    free = Sampler(SamplingParams(), VOCAB, (EOS,), N)
+    certain = Draft.chain([x, a])
+    assert pruned(certain, free, history) is certain
