@@ -68,11 +68,12 @@ def _unknown_field(kind: type[BaseModel], name: str) -> ApiError:
 
 
 def _complaint(error: ValidationError, data: Mapping[str, Any]) -> ApiError:
-    """The first field at fault; where several types are allowed, all of them."""
+    """The first field at fault; where several types are allowed, the one that got furthest into the value."""
     found = error.errors(include_url=False, include_context=False)
-    param, value = _place(found[0]["loc"], data)
+    first = max(found, key=lambda e: len(e["loc"]))
+    param, value = _place(first["loc"], data)
     said = dict.fromkeys(e["msg"].lower() for e in found if _place(e["loc"], data)[0] == param)
-    if found[0]["type"] == "missing":
+    if first["type"] == "missing":
         return ApiError(400, f"{param} is missing", param=param, code="missing_required_parameter")
     return bad_field(param, f"{param} is {_shown(value)}; {' or '.join(list(said)[:4])}")
 

@@ -50,10 +50,11 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[list[in
     many: list[Any] = [given] if isinstance(given, str) or (given and isinstance(given[0], int)) else given
     if not many:
         raise bad_field("prompt", "prompt is an empty list; allowed is at least one prompt")
-    if len(many) * request.n > service.loop.capacity:
-        raise bad_field(
-            "prompt", f"prompt asks for {len(many) * request.n} answers; allowed are {service.loop.capacity} at once"
-        )
+    answers = len(many) * request.n
+    if answers > service.loop.capacity:
+        param = "n" if len(many) == 1 else "prompt"
+        said = f"{param} asks for {answers} answers; allowed are {service.loop.capacity} at once"
+        raise bad_field(param, said)
     add_bos = None if request.add_special_tokens else False
     prompts = [await service.encode(prompt, add_bos) if isinstance(prompt, str) else prompt for prompt in many]
     highest = service.engine.limits.vocab_size - 1

@@ -69,7 +69,7 @@ def spec_of(request: Sampling, engine: Engine, tenant: str) -> SpecParams:
             tenant=tenant,
         )
     except SettingError as error:
-        raise bad_field(f"speculative.{error.setting}", str(error)) from None
+        raise bad_field(f"speculative.{error.setting}", f"speculative.{error}") from None
 
 
 def chat_logprobs(request: ChatRequest) -> int | None:
