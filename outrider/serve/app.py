@@ -21,7 +21,7 @@ from outrider.core.version import __version__
 from outrider.serve import chat, completions, status, tokens
 from outrider.serve.bodies import parse, read_body
 from outrider.serve.errors import ApiError, as_api_error, unavailable
-from outrider.serve.guard import KeyGuard
+from outrider.serve.guard import KeyGuard, OriginGuard
 from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Service
 from outrider.serve.web import ClientGoneError, Json, error_response, unless_gone
@@ -44,7 +44,10 @@ def create_app(service: Service) -> Starlette:
             await service.loop.stop()
 
     settings = service.settings
-    middleware = [Middleware(KeyGuard, keys=settings.api_key)]
+    middleware = [
+        Middleware(OriginGuard, allowed=settings.cors_origin),
+        Middleware(KeyGuard, keys=settings.api_key),
+    ]
     if settings.cors_origin:
         allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin)}
         cors = Middleware(CORSMiddleware, **allowed, allow_methods=["*"], allow_headers=["*"])

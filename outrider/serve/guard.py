@@ -1,4 +1,4 @@
-"""Who may come in: API keys."""
+"""Who may come in: API keys, and no web page from elsewhere."""
 
 from __future__ import annotations
 
@@ -46,6 +46,29 @@ class KeyGuard:
     def _knows(self, key: str) -> bool:
         found = [hmac.compare_digest(_digest(key), digest) for digest in self._digests]
         return any(found)
+
+
+class OriginGuard:
+    """Keeps pages of other origins out, unless they are allowed.
+
+    A browser sends simple requests for any page, and only hides the answer from it; the work would be done. Programs
+    other than browsers send no ``Origin``.
+    """
+
+    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+        self._app = app
+        self._allowed = frozenset(allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            own = origin is None or origin.partition("://")[2] == headers.get("host")
+            if not own and "*" not in self._allowed and origin not in self._allowed:
+                refusal = ApiError(403, f"pages of {origin} may not call this server", code="origin_not_allowed")
+                await error_response(refusal)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
 
 
 def _digest(key: str) -> bytes:

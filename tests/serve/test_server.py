@@ -106,7 +106,11 @@ def test_keys_and_origins(llm: LLM) -> None:
         other = httpx.options(f"{url}/v1/completions", headers={**origin, "Origin": "https://other.example"})
         assert "access-control-allow-origin" not in other.headers
     with real_server(llm.engine) as (url, _):
-        assert "access-control-allow-origin" not in httpx.get(f"{url}/v1/models", headers=origin).headers
+        foreign = httpx.post(f"{url}/v1/completions", headers=origin, content='{"prompt": "x"}')
+        assert foreign.status_code == 403
+        assert "access-control-allow-origin" not in foreign.headers
+        own = httpx.post(f"{url}/v1/completions", headers={"Origin": url}, content='{"prompt": "x"}')
+        assert own.status_code == 200
 
 
 def test_keys_come_from_file_and_environment(tmp_path: Path) -> None:
@@ -160,6 +164,14 @@ def test_the_command_serves_until_a_signal(folder: str) -> None:
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def test_a_package_that_is_missing_is_one_line(
+    folder: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.cli.serve.NEEDED", ("no_such_package",))
+    assert main(["serve", folder]) == 2
+    assert "pip install 'outrider[serve]'" in capsys.readouterr().err
 
 
 def test_a_port_that_is_taken_is_one_line(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
