@@ -49,10 +49,10 @@ $(BUILD): | $(VENV)/bin/python
 
 $(PACKAGE): pyproject.toml constraints.txt $(wildcard native/*) $(BUILD)
 	@echo "== installing outrider and what it needs, and building its C++ part (a few minutes the first time)"
-	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[grammar]"
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[grammar,serve]"
 	@touch $@
 
 $(DEV): $(PACKAGE)
 	@echo "== installing the development tools"
-	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[dev]"
+	@$(PIP) install --quiet --constraint constraints.txt --no-build-isolation --editable ".[serve,dev]"
 	@touch $@

@@ -17,7 +17,7 @@ from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams
 from outrider.core.settings import add_flags, given_flags
 from outrider.engine.llm import LLM
-from outrider.spec.registry import DRAFTERS, kind_of, spec_from_json, spec_from_mapping
+from outrider.spec.registry import DRAFTERS, hinted, kind_of, spec_from_json, spec_from_mapping
 
 ENGINE_FLAGS = {f.name: f.name for f in dataclasses.fields(EngineConfig)} | {"quantization": "quantize"}
 
@@ -61,12 +61,15 @@ def engine_values(args: argparse.Namespace) -> dict[str, Any]:
     return given_flags(EngineConfig, args, ENGINE_FLAGS)
 
 
-def load(args: argparse.Namespace) -> LLM:
-    """The LLM that the flags describe; progress goes to standard error."""
+def load(args: argparse.Namespace, hints: bool = False) -> LLM:
+    """The LLM that the flags describe; progress goes to standard error.
+
+    With ``hints`` the drafters that follow what a request gives stand beside the chosen one.
+    """
     engine = engine_values(args)
     spec = spec_mapping(args)
     with LoadLine(sys.stderr) as progress:
-        return LLM(engine.pop("model"), spec, progress=progress, **engine)
+        return LLM(engine.pop("model"), [spec, *(hinted(spec) if hints else ())], progress=progress, **engine)
 
 
 def spec_mapping(args: argparse.Namespace) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The command line: ``outrider generate | chat | check | demo | bench | tune | pull | info``."""
+"""The command line: ``outrider generate | chat | serve | check | demo | bench | tune | pull | info``."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import outrider
 from outrider.core.errors import OutriderError
 
-COMMANDS = ("generate", "chat", "check", "demo", "bench", "tune", "pull", "info")
+COMMANDS = ("generate", "chat", "serve", "check", "demo", "bench", "tune", "pull", "info")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

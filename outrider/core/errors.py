@@ -11,7 +11,11 @@ class OutriderError(Exception):
 
 
 class SettingError(OutriderError, ValueError):
-    """A setting or a request value is not allowed."""
+    """A setting or a request value is not allowed; ``setting`` is its name, where one alone is at fault."""
+
+    def __init__(self, message: str, setting: str | None = None) -> None:
+        super().__init__(message)
+        self.setting = setting
 
 
 class ModelFileError(OutriderError):

@@ -25,7 +25,7 @@ MAX_STOP = 1024
 
 def _require(ok: bool, setting: str, given: object, allowed: str) -> None:
     if not ok:
-        raise SettingError(f"{setting} is {given!r}; allowed is {allowed}")
+        raise SettingError(f"{setting} is {given!r}; allowed is {allowed}", setting)
 
 
 def _number(value: object) -> bool:

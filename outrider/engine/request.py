@@ -163,7 +163,8 @@ def check_request(prompt_ids: Seq[int], params: SamplingParams, limits: Limits) 
     if params.min_tokens > most:
         raise SettingError(
             f"min_tokens is {params.min_tokens}; after a prompt of {n} tokens the context and the KV cache leave room "
-            f"for {most}"
+            f"for {most}",
+            "min_tokens",
         )
     check_token_ids(params, limits.vocab_size)
 

@@ -27,7 +27,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     for setting, ids in params.token_ids().items():
         for token in ids:
             if token >= vocab_size:
-                raise SettingError(f"{setting} names token {token}; allowed is 0 to {vocab_size - 1}")
+                raise SettingError(f"{setting} names token {token}; allowed is 0 to {vocab_size - 1}", setting)
 
 
 class Sampler:

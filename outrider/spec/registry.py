@@ -60,6 +60,9 @@ DRAFTERS: Mapping[str, DrafterKind] = {
 PLAIN = "none"
 """The drafter that never drafts: what the others are measured against."""
 
+_HINTED = ("prediction",)
+"""Drafters that do something for requests that hint at their answers, and cost nothing beside another one."""
+
 _SHARED = tuple(f.name for f in dataclasses.fields(SpecConfig) if f.name != "options")
 
 
@@ -122,6 +125,15 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     if config.num_speculative_tokens < natural:
         logger.warning("num_speculative_tokens %d cuts the tree of %d nodes", config.num_speculative_tokens, natural)
     return config
+
+
+def hinted(values: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The drafters that follow hints, to stand beside the one that ``values`` describe: none beside no speculation."""
+    config = spec_from_mapping(values)
+    if config.method == PLAIN:
+        return []
+    shared = {key: getattr(config, key) for key in _SHARED if key != "method"}
+    return [{**shared, "method": name} for name in _HINTED if name != config.method]
 
 
 def _names(settings: type) -> tuple[str, ...]:

@@ -1,0 +1,50 @@
+"""``outrider serve``: an OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import logging
+import sys
+
+from outrider.cli import flags
+from outrider.cli.stats import model_line
+from outrider.core.errors import SettingError
+from outrider.core.settings import add_flags, given_flags
+from outrider.models.load import DEFAULT_MODEL
+from outrider.serve.settings import ServerSettings
+from outrider.spec.registry import PLAIN
+
+HELP = "serve a model over HTTP, as OpenAI's API does"
+NEEDED = ("starlette", "pydantic", "uvicorn")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", nargs="?", default=DEFAULT_MODEL, help=f"the model (default {DEFAULT_MODEL})")
+    add_flags(parser.add_argument_group("server"), ServerSettings)
+    flags.add_model_flags(parser, skip=("model",))
+    flags.add_spec_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings = ServerSettings(**given_flags(ServerSettings, args)).with_keys()
+    for package in NEEDED:
+        if importlib.util.find_spec(package) is None:
+            raise SettingError(f"outrider serve needs the package {package}: pip install 'outrider[serve]'")
+    from outrider.serve.run import bind, serve, url_of
+    from outrider.serve.service import Service
+
+    if not settings.is_local and not settings.api_key:
+        print(f"outrider: anybody who reaches {settings.host} can use the server: --api-key keeps it", file=sys.stderr)
+    bound = bind(settings)
+    with bound:
+        print(f"loading {args.model} ...", file=sys.stderr, flush=True)
+        llm = flags.load(args, hints=True)
+        logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        service = Service.of(llm.engine, settings)
+        drafter, length = next(iter(llm.engine.proposers)), llm.engine.spec.num_speculative_tokens
+        how = "plain decoding" if drafter == PLAIN else f"drafter {drafter} with {length} draft tokens"
+        lines = f"{model_line(llm)}; {how}\n{service.name} is served at {url_of(bound)}/v1 (Ctrl-C ends it)"
+        serve(service, bound, on_start=lambda: print(lines, file=sys.stderr, flush=True))
+    print("outrider: stopped", file=sys.stderr)
+    return 0

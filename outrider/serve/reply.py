@@ -1,0 +1,86 @@
+"""What the responses of both completion endpoints have in common."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from outrider.core.types import FinishReason
+from outrider.engine.request import Delta, RequestOutput
+from outrider.serve.schemas import Sampling
+from outrider.serve.service import Service, new_id
+from outrider.serve.stream import Stream
+from outrider.serve.usage import counts, speculation, usage
+from outrider.serve.web import EventStream, Json, dumps
+
+Choice = dict[str, Any]
+
+
+class Reply:
+    """One response: its head, and how choices become a body or an event stream."""
+
+    def __init__(self, service: Service, request: Sampling, prefix: str, kind: str, prompt_tokens: int) -> None:
+        self.id = new_id(prefix)
+        self.created = int(time.time())
+        self._name, self._kind = service.name, kind
+        self._prompt_tokens = prompt_tokens
+        options = request.stream_options
+        self._usage = request.usage_in_stream
+        self._running_usage = options is not None and options.continuous_usage_stats
+        self._metrics = request.speculative.metrics or service.settings.per_request_spec_decode_metrics
+
+    async def whole(self, stream: Stream, choices: Callable[[Sequence[RequestOutput]], list[Choice]]) -> Json:
+        """The response in one piece, when all has ended."""
+        try:
+            outputs = await stream.outputs()
+        finally:
+            stream.close()
+        body = self._head(choices(outputs)) | {"usage": usage(outputs)} | self._measured(outputs)
+        return Json(body, headers=self._headers)
+
+    def stream(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> EventStream:
+        """The response piece by piece; ``choices`` makes of a delta what is to be sent, one frame each."""
+        return EventStream(stream, self._frames(stream, choices), self._headers)
+
+    async def _frames(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> AsyncIterator[bytes]:
+        generated = 0
+        async for delta in stream.deltas():
+            generated += len(delta.token_ids)
+            for choice in choices(delta):
+                chunk = self._head([choice])
+                if self._running_usage:
+                    chunk["usage"] = counts(self._prompt_tokens, generated)
+                elif self._usage:
+                    chunk["usage"] = None
+                yield frame(chunk)
+        if self._usage or self._metrics:
+            outputs = stream.results()
+            yield frame(self._head([]) | {"usage": usage(outputs)} | self._measured(outputs))
+
+    def _head(self, choices: list[Choice]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": self._kind,
+            "created": self.created,
+            "model": self._name,
+            "system_fingerprint": None,
+            "choices": choices,
+        }
+
+    def _measured(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {"metrics": speculation(outputs)} if self._metrics else {}
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"X-Request-Id": self.id}
+
+
+def frame(chunk: object) -> bytes:
+    """One server-sent event."""
+    return b"data: " + dumps(chunk) + b"\n\n"
+
+
+def finish_name(reason: FinishReason | None) -> str | None:
+    """``abort`` is how an answer ends that the server cut short when it was shut down."""
+    return None if reason is None else reason.value

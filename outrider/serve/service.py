@@ -1,0 +1,113 @@
+"""What all endpoints share: the engine's loop, the model, and names, ids and prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from outrider.core.errors import SettingError
+from outrider.core.params import SamplingParams
+from outrider.engine.engine import Engine
+from outrider.models.chat_template import ChatTemplate
+from outrider.models.load import LoadedModel
+from outrider.models.tokenizer import Tokenizer
+from outrider.serve.errors import ApiError, bad_field
+from outrider.serve.loop import EngineLoop
+from outrider.serve.settings import ServerSettings
+
+_SHORT = 4096
+"""Characters that are encoded at once; more of them go to a thread, so that others' streams flow on."""
+
+
+@dataclass(frozen=True)
+class Service:
+    """One model behind the API."""
+
+    loop: EngineLoop
+    settings: ServerSettings
+    name: str
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @staticmethod
+    def of(engine: Engine, settings: ServerSettings) -> Service:
+        name = settings.served_model_name or engine.target.name
+        return Service(EngineLoop(engine, settings.max_queue, settings.request_timeout), settings, name)
+
+    @property
+    def engine(self) -> Engine:
+        """For what never changes; whatever else is asked through ``loop.call``."""
+        return self.loop.engine
+
+    @property
+    def target(self) -> LoadedModel:
+        return self.engine.target
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        if self.target.tokenizer is None:
+            raise ApiError(400, f"the model {self.name} has no tokenizer; send token ids", code="no_tokenizer")
+        return self.target.tokenizer
+
+    @property
+    def chat_template(self) -> ChatTemplate:
+        if self.target.chat_template is None:
+            said = f"the model {self.name} has no chat template; use /v1/completions"
+            raise ApiError(400, said, code="no_chat_template")
+        return self.target.chat_template
+
+    @property
+    def context(self) -> int:
+        """Tokens of prompt and answer together."""
+        return min(self.engine.limits.max_model_len, self.engine.limits.pool_tokens)
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ApiError (404) for another model than the one that is served."""
+        if model is not None and model != self.name:
+            said = f"the model '{model[:200]}' does not exist; served here is '{self.name}'"
+            raise ApiError(404, said, param="model", code="model_not_found")
+
+    async def encode(self, text: str, add_bos: bool | None = None, param: str = "prompt") -> list[int]:
+        """Token ids of a text; control tokens in it are read as such."""
+        tokenizer = self.tokenizer
+        try:
+            if len(text) <= _SHORT:
+                return tokenizer.encode(text, add_bos=add_bos)
+            return await asyncio.to_thread(tokenizer.encode, text, add_bos=add_bos)
+        except SettingError as error:
+            raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+
+    async def prepare(self, params: SamplingParams) -> None:
+        """Compiles a request's grammar, which may take long, where it holds nobody up."""
+        grammar = params.grammar
+        if grammar is None:
+            return
+        try:
+            await asyncio.to_thread(self.target.grammars.compile, grammar)
+        except SettingError as error:
+            raise bad_field(grammar.where, str(error)) from None
+
+    async def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, opens_answer: bool
+    ) -> str:
+        """A conversation as the model reads it."""
+        template = self.chat_template
+        try:
+            return await asyncio.to_thread(
+                template.render, messages, add_generation_prompt=opens_answer, tools=tools or None
+            )
+        except SettingError as error:
+            raise ApiError(400, str(error), param="messages", code="invalid_value") from None
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{uuid.uuid4().hex}"
+
+
+def tenant_of(key: str) -> str:
+    """Keeps what drafters remember apart by API key, without keeping the key."""
+    return hashlib.sha256(key.encode(errors="replace")).hexdigest()[:16] if key else ""

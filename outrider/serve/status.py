@@ -1,0 +1,71 @@
+"""What a server says about itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from outrider.engine.answer import SpecStats
+from outrider.engine.engine import Engine
+from outrider.serve.service import Service
+from outrider.spec.registry import PLAIN
+
+
+def models(service: Service) -> dict[str, Any]:
+    """``/v1/models``."""
+    return {"object": "list", "data": [model(service)]}
+
+
+def model(service: Service) -> dict[str, Any]:
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "outrider",
+        "root": service.target.name,
+        "parent": None,
+        "max_model_len": service.context,
+    }
+
+
+def speculation(engine: Engine) -> dict[str, Any]:
+    """``/v1/speculation``: what is on, with what, and why; read on the engine's thread."""
+    default, spec = next(iter(engine.proposers)), engine.spec
+    status = getattr(engine.controller, "status", None)
+    enabled = default != PLAIN and spec.num_speculative_tokens > 0
+    total = SpecStats.total(engine.metrics.spec.values())
+    return {
+        "enabled": enabled,
+        "reason": _reason(default, spec.num_speculative_tokens),
+        "drafter": default,
+        "drafters": list(engine.proposers),
+        "num_speculative_tokens": spec.num_speculative_tokens,
+        "rejection_sample_method": spec.rejection_sample_method,
+        "controller": status() if callable(status) else {"kind": type(engine.controller).__name__},
+        "running": len(engine.scheduler.running),
+        "waiting": len(engine.scheduler.waiting),
+        "totals": _counters(total),
+        "by_drafter": {name: _counters(stats) for name, stats in engine.metrics.spec.items()},
+    }
+
+
+def _reason(default: str, length: int) -> str:
+    if default == PLAIN:
+        return "the server was started without a drafter"
+    if length == 0:
+        return "num_speculative_tokens is 0"
+    return f"drafter {default}, up to {length} draft tokens a step"
+
+
+def _counters(stats: SpecStats) -> dict[str, Any]:
+    return {
+        "steps": stats.steps,
+        "drafts": stats.drafts,
+        "draft_tokens": stats.drafted,
+        "accepted_tokens": stats.accepted,
+        "generated_tokens": stats.emitted,
+        "accepted_per_position": list(stats.accepted_per_position),
+        "tokens_per_step": stats.tokens_per_step,
+        "acceptance_rate": stats.acceptance_rate,
+        "mean_acceptance_length": stats.mean_acceptance_length,
+        "no_draft": dict(stats.no_draft),
+    }

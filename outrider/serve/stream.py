@@ -1,0 +1,111 @@
+"""A request as the event loop sees it: what the engine has given so far, at the reader's own pace."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+
+from outrider.core.types import FinishReason
+from outrider.engine.request import Delta, Request, RequestOutput
+from outrider.serve.errors import ApiError
+
+
+class Stream:
+    """Prompts that were sent together, each with its answers; answer k of prompt i is choice ``i * n + k``.
+
+    The engine's thread fills ``requests`` once and calls ``collect``; everything else belongs to the event loop. A slow
+    reader costs nothing: what comes while it is busy is one delta a choice when it looks again. With ``live`` False
+    nothing comes before the end, for those who want the whole answer only.
+    """
+
+    def __init__(self, answers: int, n: int, live: bool, on_close: Callable[[Stream], None]) -> None:
+        self.answers, self.live = answers, live
+        self.requests: list[Request] = []
+        self.ended = False
+        self.closed = False
+        self._n = n
+        self._on_close = on_close
+        self._error: ApiError | None = None
+        self._inbox: list[Delta] = []
+        self._news = asyncio.Event()
+
+    def collect(self) -> tuple[list[Delta], bool]:
+        """On the engine's thread: what is new, and whether all has ended."""
+        deltas: list[Delta] = []
+        for place, request in enumerate(self.requests):
+            if self.live:
+                deltas += (replace(d, index=place * self._n + d.index) if place else d for d in request.pending)
+            request.pending.clear()
+        return deltas, all(request.finished is not None for request in self.requests)
+
+    def put(self, deltas: Iterable[Delta], ended: bool) -> None:
+        self._inbox += deltas
+        self.ended = self.ended or ended
+        self._news.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the stream with an error, for whoever reads it now or later."""
+        if not self.ended:
+            self._error, self.ended = error, True
+            self._news.set()
+
+    def close(self) -> None:
+        """The reader is done: a request that still runs is aborted. Doing it twice is harmless."""
+        if not self.closed:
+            self.closed = True
+            self._on_close(self)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What each choice gained since the last look, until all have ended. Raises ApiError."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            got, self._inbox = self._inbox, []
+            for delta in merged(got):
+                if delta.finish_reason is FinishReason.ERROR:
+                    raise self._failure()
+                yield delta
+            if self._error is not None:
+                raise self._error
+            if self.ended and not self._inbox:
+                return
+
+    async def outputs(self) -> list[RequestOutput]:
+        """The finished requests, in the order of their prompts. Raises ApiError."""
+        while not self.ended:
+            await self._news.wait()
+            self._news.clear()
+        if self._error is not None:
+            raise self._error
+        outputs = self.results()
+        if any(c.finish_reason is FinishReason.ERROR for output in outputs for c in output.completions):
+            raise self._failure()
+        return outputs
+
+    def results(self) -> list[RequestOutput]:
+        """The same, once all have ended."""
+        return [RequestOutput.of(request) for request in self.requests]
+
+    def _failure(self) -> ApiError:
+        said = next((a.error for request in self.requests for a in request.answers if a.error), "")
+        return ApiError(500, f"the request ended with an error: {said or 'unknown'}", code="request_failed")
+
+
+def merged(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta a choice, in the order in which the choices first come."""
+    by_index: dict[int, list[Delta]] = {}
+    for delta in deltas:
+        by_index.setdefault(delta.index, []).append(delta)
+    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_index.values()]
+
+
+def _joined(parts: list[Delta]) -> Delta:
+    last = parts[-1]
+    with_logprobs = last.logprobs is not None
+    return replace(
+        last,
+        token_ids=tuple(token for part in parts for token in part.token_ids),
+        segments=tuple(segment for part in parts for segment in part.segments),
+        logprobs=tuple(entry for part in parts for entry in part.logprobs or ()) if with_logprobs else None,
+    )

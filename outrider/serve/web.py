@@ -1,0 +1,102 @@
+"""HTTP pieces: JSON and event-stream responses, and noticing that the client has gone."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Coroutine, Mapping
+from typing import Any, TypeVar
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from outrider.serve.errors import as_api_error
+from outrider.serve.stream import Stream
+
+logger = logging.getLogger("outrider")
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection before its answer was there."""
+
+
+def dumps(value: object) -> bytes:
+    """Compact JSON; half of a surrogate pair, which UTF-8 cannot say, becomes a question mark."""
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+
+
+class Json(Response):
+    """A JSON response."""
+
+    media_type = "application/json"
+
+    def render(self, content: object) -> bytes:
+        return dumps(content)
+
+
+def error_response(error: Exception) -> Response:
+    """Any exception as OpenAI's clients expect it."""
+    shown = as_api_error(error)
+    return Json(shown.body, shown.status, shown.headers)
+
+
+class EventStream(Response):
+    """Server-sent events. A client that goes away, at any point, closes the stream behind it at once."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, stream: Stream, frames: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+        self._stream, self._frames = stream, frames
+        self.status_code, self.background = 200, None
+        self.body = b""
+        self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._send(send))
+        except ClientGoneError:
+            pass
+        finally:
+            self._stream.close()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        async for frame in self._guarded():
+            await send({"type": "http.response.body", "body": frame, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _guarded(self) -> AsyncIterator[bytes]:
+        """The frames; an error in their midst is the last one."""
+        try:
+            async for frame in self._frames:
+                yield frame
+        except Exception as error:
+            shown = as_api_error(error)
+            if shown is not error:
+                logger.error("a stream broke off", exc_info=True)
+            yield b"data: " + dumps(shown.body) + b"\n\n"
+        yield DONE
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled when the client closes the connection. Raises ClientGoneError then."""
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGoneError
+    finally:
+        for each in (task, gone):
+            each.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

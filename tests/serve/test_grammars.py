@@ -1,0 +1,84 @@
+"""Answers of a demanded form over HTTP; the tiny model has random weights, so only the grammar makes them so."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from typing import Any
+
+import pytest
+
+from outrider import LLM
+from tests.serve.test_chat import post
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("llguidance") is None, reason="llguidance is not installed")
+
+TALK = [{"role": "user", "content": "Say something."}]
+SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 22]}}, "required": ["n"], "additionalProperties": False}
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {**SCHEMA, "properties": {"n": {"const": n}}}}}
+    for name, n in (("first", 1), ("second", 2))
+]
+
+
+def answer(llm: LLM, **fields: Any) -> Any:
+    reply = post(llm, {"messages": TALK, "temperature": 0, "max_tokens": 200, **fields})
+    assert reply.status_code == 200, reply.text
+    return reply.json()["choices"][0]
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+        {"guided_json": SCHEMA},
+        {"structured_outputs": {"json": SCHEMA}},
+    ],
+)
+def test_a_schema_is_obeyed(llm: LLM, fields: dict[str, Any], enabled: bool) -> None:
+    choice = answer(llm, **fields, speculative={"enabled": enabled})
+    assert choice["finish_reason"] == "stop"
+    assert json.loads(choice["message"]["content"])["n"] in (1, 22)
+
+
+def test_expressions_and_choices_are_obeyed(llm: LLM) -> None:
+    assert re.fullmatch("[ab]{3}c", answer(llm, guided_regex="[ab]{3}c")["message"]["content"])
+    assert answer(llm, guided_choice=["yes", "no"])["message"]["content"] in ("yes", "no")
+    assert answer(llm, structured_outputs={"grammar": 'start: "x" /[0-9]/'})["message"]["content"][0] == "x"
+
+
+@pytest.mark.parametrize(
+    ("choice", "allowed"),
+    [("required", {"first", "second"}), ({"type": "function", "function": {"name": "second"}}, {"second"})],
+)
+def test_a_demanded_call_is_made(llm: LLM, choice: Any, allowed: set[str]) -> None:
+    reply = answer(llm, tools=TOOLS, tool_choice=choice)
+    assert reply["finish_reason"] == "tool_calls"
+    (call,) = reply["message"]["tool_calls"]
+    assert call["function"]["name"] in allowed
+    assert json.loads(call["function"]["arguments"]) == {"n": 1 if call["function"]["name"] == "first" else 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"guided_regex": "(["}, "guided_regex"),
+        ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_json": {"type": "no such type"}}, "guided_json"),
+        ({"structured_outputs": {"regexp": "a"}}, "structured_outputs.regexp"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice"),
+        ({"guided_regex": "a", "tools": TOOLS, "tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "third"}}}, "tool_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_what_cannot_be_is_refused(llm: LLM, fields: dict[str, Any], param: str) -> None:
+    reply = post(llm, {"messages": TALK, **fields})
+    assert reply.status_code == 400
+    error = reply.json()["error"]
+    assert param in error["param"] or param in error["message"]
+    assert error["type"] == "invalid_request_error"
