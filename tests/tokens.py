@@ -42,7 +42,7 @@ def sentencepiece(
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     inner.decoder = decoders.Sequence(steps)
-    return _finished(inner, special, added, bos, adds_bos)
+    return _finished(inner, [pieces[0], *special], added, bos, adds_bos)
 
 
 def _unigram(written: Sequence[str]) -> models.Unigram:

@@ -26,8 +26,9 @@ LEAST_SHARED = 0.05
 class SharedVocabulary:
     """The tokens that ``drafter`` and ``target`` have in common, and what to read in place of the others.
 
-    Ordinary tokens are the same when their bytes are, however they are written (``Ġthe``, ``▁the``, ``<0x0A>``). Where several tokens of one model have the same bytes, the first ordinary one pairs with the other's first one, and
-    so on; byte tokens come last. Control tokens pair by name, and the first BOS and EOS by what they are for.
+    Ordinary tokens are the same when their bytes are, however they are written (``Ġthe``, ``▁the``, ``<0x0A>``). Where
+    several tokens of one model have the same bytes, the first ordinary one pairs with the other's first one, and so on;
+    byte tokens come last. Control tokens pair by name, and the first BOS and EOS by what they are for.
 
     ``target_ids`` i64[M] and ``draft_ids`` i64[M] are the pairs, one to one: what can be drafted. Raises SettingError
     when a tokenizer is missing, or too few tokens are shared.

@@ -52,8 +52,8 @@ class ModelSettings:
     )
     draft_tree: str = setting(
         "",
-        "children of a node by depth, such as 3,2,1; or a JSON list of paths of ranks, the best first; or a result file "
-        "(.json) of 'outrider tune tree'; it sets the draft length too; default: a chain",
+        "children of a node by depth, such as 3,2,1; or paths of ranks as JSON, best first; or a result file (.json) "
+        "of 'outrider tune tree'; it sets the draft length too; default: a chain",
     )
     use_heterogeneous_vocab: bool = setting(
         False, "the draft model may have another tokenizer: it drafts the tokens that both have"
@@ -77,8 +77,8 @@ class ModelSettings:
         parts = [part.strip() for part in text.split(",")]
         if not all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
             raise SettingError(
-                f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, such as 3,2,1, or "
-                "a JSON list of paths such as [[0],[1],[0,0]]"
+                f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, as in 3,2,1, "
+                "or a JSON list of paths such as [[0],[1],[0,0]]"
             )
         return by_widths([int(part) for part in parts])
 
@@ -110,9 +110,7 @@ class _Follower:
             if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
                 break
             self.valid += 1
-        self.valid = max(
-            0, min(self.valid, len(tokens) - 1)
-        )  # asked twice in a row: the newest token's logits are wanted anew
+        self.valid = max(0, min(self.valid, len(tokens) - 1))  # the newest token's logits are wanted, maybe again
         self.tail = []
 
 
