@@ -1,8 +1,8 @@
 """Which static tree a draft model should draft: how often its guess of each rank is right, and what a pass costs.
 
 The target decodes alone while the draft model guesses at every token. A node whose ancestors are right is drafted after
-the very text that the token has before it; so the ranks of the right tokens, one after the other, say at every place how far
-any tree would have come. That is greedy decoding; a request that samples accepts somewhat less.
+the very text that the token has before it; so the ranks of the right tokens, one after the other, say at every place
+how far any tree would have come. That is greedy decoding; a request that samples accepts somewhat less.
 """
 
 from __future__ import annotations

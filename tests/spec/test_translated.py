@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence as List
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.cli.main import main
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
 from outrider.core.types import Sequence
@@ -22,6 +25,7 @@ from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.reading import LONGEST_STRETCH, OtherTokens, SameTokens, _Translation
 from tests.engine.harness import assert_same, greedy, make_engine, plain, run_all, toy_target
 from tests.spec.draft_bench import GREEDY, SHAPE, Bench
+from tests.tiny import write_tiny_model
 from tests.tokens import byte_level, two_tongues, words
 from tests.toy import MemorySource, full_logits, toy_config
 
@@ -214,6 +218,23 @@ def test_too_few_blocks_cost_drafts_and_nothing_else() -> None:
         assert_same(answer, plain(TARGET, prompt, greedy(8)))
     assert any("no free KV blocks for the draft model" in answer.stats.no_draft for answer in got)
     assert sum(answer.stats.drafted for answer in got) > 0
+
+
+def test_model_folders_with_different_tokenizers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From the command line: refused as it is, identical output with the setting."""
+    target, drafter = (write_tiny_model(tmp_path / name, seed) for seed, name in enumerate(("target", "draft")))
+    file = drafter / "tokenizer.json"
+    shown = json.loads(file.read_text())
+    first, last = len(shown["added_tokens"]), max(shown["model"]["vocab"].values())
+    for token, i in shown["model"]["vocab"].items():
+        shown["model"]["vocab"][token] = first + last - i if i >= first else i
+    file.write_text(json.dumps(shown))
+    flags = ["--drafter", "model", "--draft-model", str(drafter), "--max-tokens", "12", "--limit", "1"]
+    flags += ["--max-model-len", "256"]
+    assert main(["check", str(target), *flags]) == 2
+    assert "or any one with use_heterogeneous_vocab" in capsys.readouterr().err
+    assert main(["check", str(target), *flags, "--use-heterogeneous-vocab"]) == 0
+    assert "identical" in capsys.readouterr().out
 
 
 def test_tokenizers_that_are_the_same_need_no_translation() -> None:
