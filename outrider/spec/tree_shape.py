@@ -88,7 +88,7 @@ def by_widths(widths: Sequence[int]) -> tuple[Ranks, ...]:
     return tuple(islice(grow(), MAX_DRAFT))
 
 
-def children(paths: Sequence[Ranks]) -> Mapping[Ranks, int]:
+def child_counts(paths: Sequence[Ranks]) -> Mapping[Ranks, int]:
     """How many children each node has that has any; the root is ()."""
     counts: dict[Ranks, int] = {}
     for path in paths:

@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from outrider.cache.blocks import BlockManager
 from outrider.cli.main import main
 from outrider.core.errors import SettingError
-from outrider.core.params import SamplingParams
+from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence
 from outrider.models.decoder import Decoder
 from outrider.models.load import LoadedModel
@@ -159,7 +160,7 @@ def test_a_stretch_is_split_anew_as_it_grows_and_the_first_change_is_told() -> N
     shared = OtherTokens(
         model(byte_level(["aa", "b", "x"])), model(byte_level(["a", "b", "aaa", "xb"]))
     ).shared  # the draft model writes pairs of a; it lacks a single one
-    text = Sequence(0, [], 0, GREEDY, None, 0)  # type: ignore[arg-type]
+    text = Sequence(0, [], 0, GREEDY, SpecParams(), 0)
     known = _Translation(text)
     tokens = [1, 2]
     assert known.follow(tokens, shared) == 0
@@ -207,6 +208,27 @@ def test_the_same_model_with_its_tokens_in_another_order_is_always_right(params:
         assert_same(answer, plain(target, prompt, params, **({} if params.greedy else {"method": method})))
         assert answer.stats.acceptance_rate == 1.0
         assert answer.stats.drafted > 15
+
+
+@pytest.mark.parametrize("longer", ["target", "draft"])
+@pytest.mark.parametrize("tree", ["", "2,2"])
+def test_a_text_of_23_tokens_for_one_and_14_for_the_other(longer: str, tree: str) -> None:
+    letters = [*"abcdefgh"]
+    fine, coarse = [*letters, "x", "y"], [*reversed(letters), "xy"]
+    mine, theirs = (fine, coarse) if longer == "target" else (coarse, fine)
+    shown: Any = byte_level(mine)
+    target = toy_target(toy_config(vocab=len(mine), **SHAPE), seed=1, tokenizer=shown)
+    drafter = replace(model(byte_level(theirs)), name="other")
+    pairs = [fine.index("x"), fine.index("y")] * 9 if longer == "target" else [coarse.index("xy")] * 9
+    prompt = [*pairs[:10], *(mine.index(x) for x in "abcde"), *pairs[10:]]
+    two = TwoModels(drafter, target, "standard", ModelSettings("toy", use_heterogeneous_vocab=True, draft_tree=tree))
+    got = run_all(make_engine(target, two), [(prompt, greedy(30))])[0]
+    assert_same(got, plain(target, prompt, greedy(30)))
+    assert got.stats.drafted > 20
+    text = OtherTokens(drafter, target)
+    text.start(BlockManager(8, 8))
+    read, _ = text.read(Sequence(0, prompt, len(prompt), GREEDY, SpecParams(), 0))
+    assert (len(prompt), len(read)) == ((23, 14) if longer == "target" else (14, 23))
 
 
 def test_too_few_blocks_cost_drafts_and_nothing_else() -> None:

@@ -18,7 +18,7 @@ from outrider.spec.tree_shape import (
     best_paths,
     best_shape,
     by_widths,
-    children,
+    child_counts,
     in_order,
     interpolated,
     levels,
@@ -111,7 +111,7 @@ def test_a_shape_by_widths_and_its_children() -> None:
     assert by_widths([2, 1]) == ((0,), (1,), (0, 0), (1, 0))
     assert len(by_widths([64, 64, 64])) == 256
     assert by_widths([1] * 256)[-1] == (0,) * 256
-    assert children(by_widths([2, 3])) == {(): 2, (0,): 3, (1,): 3}
+    assert child_counts(by_widths([2, 3])) == {(): 2, (0,): 3, (1,): 3}
 
 
 def test_paths_keep_their_order_as_far_as_a_tree_allows() -> None:

@@ -31,7 +31,7 @@ from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Needs, Proposer
 from outrider.spec.reading import reading_for
-from outrider.spec.tree_shape import Ranks, by_widths, children, in_order, read_paths
+from outrider.spec.tree_shape import Ranks, by_widths, child_counts, in_order, read_paths
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ class TwoModels(Proposer):
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._pick = draft_pick_for(method)
         self._paths = settings.paths
-        self._widest = max(children(self._paths).values())
+        self._widest = max(child_counts(self._paths).values())
         self._trees: dict[int, Mapping[Ranks, int]] = {}  # by budget
         self._followers: dict[int, _Follower] = {}
         self._filled: dict[int, int] = {}  # block -> version of its content when this model's KV of it was complete
@@ -210,7 +210,7 @@ class TwoModels(Proposer):
         if copies:
             self.runner.copy_blocks(copies)
         if span.budget not in self._trees:
-            self._trees[span.budget] = children(self._paths[: span.budget])
+            self._trees[span.budget] = child_counts(self._paths[: span.budget])
         return _Growing(span, self._trees[span.budget])
 
     def _known_prefix(self, seq: Seq) -> int:
