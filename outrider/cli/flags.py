@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +44,25 @@ def add_drafter_flags(group: argparse._ActionsContainer, skip: tuple[str, ...] =
     for kind in DRAFTERS.values():
         add_flags(group, kind.settings, skip=shared, rename=_flag_names(kind.settings))
         shared |= {f.name for f in dataclasses.fields(kind.settings)}
+
+
+def add_own_flags(group: argparse._ActionsContainer, drafter: str, skip: tuple[str, ...] = ()) -> None:
+    """One drafter's own settings; ``own_values`` reads them."""
+    settings = DRAFTERS[drafter].settings
+    add_flags(group, settings, skip=skip, rename=_flag_names(settings))
+
+
+def own_values(args: argparse.Namespace, drafter: str, before: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """The settings of ``drafter`` that were given, by field name, over those of ``before``.
+
+    Raises SettingError when a needed one is missing.
+    """
+    settings = DRAFTERS[drafter].settings
+    values = {**(before or {}), **given_flags(settings, args, _flag_names(settings))}
+    for f in dataclasses.fields(settings):
+        if f.default is dataclasses.MISSING and f.name not in values:
+            raise SettingError(f"drafter {drafter} needs --{_flag(settings, f.name)}")
+    return values
 
 
 def add_sampling_flags(parser: argparse.ArgumentParser, skip: tuple[str, ...] = ()) -> None:
@@ -99,11 +118,7 @@ def _with_own_settings(args: argparse.Namespace, names: Sequence[str], shared: d
             chosen = f"drafter is {names[0]}" if len(names) == 1 else f"drafters are {', '.join(names)}"
             raise SettingError(f"--{_flag(kind.settings, own[0])} is a setting of drafter {other}; the chosen {chosen}")
     for name in names:
-        settings = DRAFTERS[name].settings
-        values = {**shared, "method": name, **given_flags(settings, args, _flag_names(settings))}
-        for f in dataclasses.fields(settings):
-            if f.default is dataclasses.MISSING and f.name not in values:
-                raise SettingError(f"drafter {name} needs --{_flag(settings, f.name)}")
+        values = own_values(args, name, {**shared, "method": name})
         spec_from_mapping(values)
         mappings.append(values)
     return mappings

@@ -1,4 +1,4 @@
-"""``outrider tune skip-layers``: which layers to skip while a model drafts for itself."""
+"""``outrider tune``: ``skip-layers``, which layers to skip while a model drafts for itself; ``tree``, see there."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import argparse
 import hashlib
 import sys
 from pathlib import Path
+from typing import Any
 
 from outrider.bench import skip_layers
 from outrider.bench.identity import encode
 from outrider.bench.prompts import QUICK, read_prompts
-from outrider.cli import flags
+from outrider.cli import flags, tune_tree
 from outrider.cli.progress import LoadLine
 from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError
@@ -18,38 +19,56 @@ from outrider.core.settings import given_flags
 from outrider.engine.llm import LLM
 from outrider.spec.registry import PLAIN
 
-HELP = "search settings of a drafter for a model: tune skip-layers"
+HELP = "search settings of a drafter for a model: tune skip-layers, tune tree"
 DRAFTER = "self"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    what = "search the layers to skip while the model drafts for itself"
     commands = parser.add_subparsers(required=True, metavar="WHAT")
-    sub = commands.add_parser("skip-layers", help=what, description=what, allow_abbrev=False)
-    flags.add_model_flags(sub)
-    sub.add_argument("--prompts", type=Path, metavar="FILE", help="JSON Lines with 'turns'; default: six of our own")
-    sub.add_argument("--limit", type=int, default=4, metavar="N", help="this many prompts, spread over it (default 4)")
-    sub.add_argument("--max-tokens", type=int, default=32, metavar="N", help="longest answer (default 32)")
+    sub = _command(commands, "skip-layers", "search the layers to skip while the model drafts for itself", (4, 32))
+    sub.set_defaults(tune=_skip_layers)
     sub.add_argument(
         "--num-speculative-tokens", type=int, default=4, metavar="N", help="longest draft to consider (default 4)"
     )
     sub.add_argument("--trials", type=int, metavar="N", help="sets to measure (default: twice the model's layers)")
     sub.add_argument("--seed", type=int, default=0, metavar="N", help="of the random exchanges (default 0)")
-    sub.add_argument("--json", type=Path, required=True, metavar="FILE", help="result file, written after every set")
+    sub = _command(commands, "tree", tune_tree.HELP, (6, 128))
+    sub.set_defaults(tune=tune_tree.run)
+    tune_tree.add_arguments(sub)
+
+
+def _command(commands: Any, name: str, what: str, usual: tuple[int, int]) -> argparse.ArgumentParser:
+    """A search and the flags of all of them; ``usual`` are the default numbers of prompts and of tokens."""
+    sub: argparse.ArgumentParser = commands.add_parser(name, help=what, description=what, allow_abbrev=False)
+    flags.add_model_flags(sub)
+    limit, tokens = usual
+    sub.add_argument("--prompts", type=Path, metavar="FILE", help="JSON Lines with 'turns'; default: six of our own")
+    sub.add_argument(
+        "--limit", type=int, default=limit, metavar="N", help=f"this many prompts, spread over it (default {limit})"
+    )
+    sub.add_argument("--max-tokens", type=int, default=tokens, metavar="N", help=f"longest answer (default {tokens})")
+    sub.add_argument("--json", type=Path, required=True, metavar="FILE", help="result file, written after every step")
     sub.add_argument("--resume", action="store_true", help="go on with what the result file holds")
+    return sub
 
 
 def run(args: argparse.Namespace) -> int:
+    for flag, value in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
+        if value < 1:
+            raise SettingError(f"{flag} is {value}; allowed is a whole number >= 1")
+    if args.json.suffix != ".json" or args.json.is_dir() or not args.json.parent.is_dir():
+        raise SettingError(f"--json is {args.json}; allowed is a .json file in a folder that exists")
+    code: int = args.tune(args)
+    return code
+
+
+def _skip_layers(args: argparse.Namespace) -> int:
     for flag, value, high in (
-        ("--limit", args.limit, None),
-        ("--max-tokens", args.max_tokens, None),
         ("--trials", 1 if args.trials is None else args.trials, None),
         ("--num-speculative-tokens", args.num_speculative_tokens, MAX_DRAFT),
     ):
         if value < 1 or (high is not None and value > high):
             raise SettingError(f"{flag} is {value}; allowed is a whole number >= 1" + (f", <= {high}" if high else ""))
-    if args.json.suffix != ".json" or args.json.is_dir() or not args.json.parent.is_dir():
-        raise SettingError(f"--json is {args.json}; allowed is a .json file in a folder that exists")
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else list(QUICK)[: args.limit]
     engine = given_flags(EngineConfig, args, flags.ENGINE_FLAGS)
     with LoadLine(sys.stderr) as progress:

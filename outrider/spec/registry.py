@@ -84,7 +84,6 @@ _FOREIGN = {
     "lenience": _LOSSY,
     "synthetic_acceptance_length": _LOSSY,
     "synthetic_acceptance_rates": _LOSSY,
-    "use_heterogeneous_vocab": "drafting across different tokenizers is not offered yet",
     "num_speculative_tokens_per_batch_size": "a schedule of draft lengths is not offered yet",
 }
 

@@ -28,6 +28,7 @@ from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import DRAFTERS, build_proposer, settings_of
 from tests.engine.harness import toy_target
 from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa
+from tests.tokens import two_tongues
 from tests.toy import full_logits
 
 Answers = Mapping[tuple[int, ...], Sequence[int]]
@@ -185,6 +186,20 @@ def _toy_model(seed: int, layers: int = 1, **settings: Any) -> Build:
     return build
 
 
+def _toy_translated(seed: int, **settings: Any) -> Build:
+    """A draft model whose tokenizer is another one than the target's, of another kind and in another order."""
+
+    def build(context: DraftContext) -> Proposer:
+        target, tokenizer = two_tongues(context.target)
+        shown: Any = tokenizer
+        shape = replace(target.config, n_layers=1, vocab_size=tokenizer.vocab_size + 3, eos_ids=())
+        drafter = toy_target(shape, seed, tokenizer=shown)
+        settled = ModelSettings("toy", use_heterogeneous_vocab=True, **settings)
+        return TwoModels(drafter, target, context.spec.rejection_sample_method, settled)
+
+    return build
+
+
 def _with(name: str, **options: Any) -> Build:
     """The registered drafter ``name`` with own settings."""
     return lambda context: build_proposer(replace(context.spec, method=name, options=options), context)
@@ -263,6 +278,8 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
         "other tree": _toy_model(seed=5, draft_tree="2,2,1"),
         "self tree": _toy_model(seed=-1, draft_tree="3,1,2"),
         "greedy draws": _toy_model(seed=5, draft_sample_method="greedy"),
+        "translated": _toy_translated(seed=5),
+        "translated tree": _toy_translated(seed=5, draft_tree="[[0],[0,0],[1],[0,0,0],[1,0],[2]]"),
     },
     "lookahead": {
         "": _with("lookahead"),

@@ -22,12 +22,8 @@ from outrider.core.types import Commit, Span
 from outrider.models.heads.medusa import MedusaHeads, load_medusa
 from outrider.models.load import LoadedModel
 from outrider.spec.proposer import DraftContext, Needs, Proposer
-
-Path = tuple[int, ...]
-"""A node of the tree: for each depth, the rank of its token among the guesses of that depth's head."""
-
-WIDEST = 64
-"""Guesses of a head that are looked at."""
+from outrider.spec.tree_shape import WIDEST, read_paths
+from outrider.spec.tree_shape import Ranks as Path
 
 
 @dataclass(frozen=True)
@@ -52,21 +48,7 @@ class MedusaSettings:
         """The user's tree level by level; empty for the default one."""
         if not self.medusa_choices:
             return ()
-        try:
-            given = json.loads(self.medusa_choices)
-            paths = sorted({tuple(path) for path in given}, key=lambda path: (len(path), path))
-            good = all(path and all(type(rank) is int and 0 <= rank < WIDEST for rank in path) for path in paths)
-        except (ValueError, TypeError, RecursionError):
-            good, given, paths = False, [], []
-        if not good or not paths or len(paths) != len(given) or len(paths) > MAX_DRAFT:
-            raise SettingError(
-                f"medusa_choices is {self.medusa_choices!r}; allowed is a JSON list of at most {MAX_DRAFT} different "
-                f"paths of ranks from 0 to {WIDEST - 1}, such as [[0],[1],[0,0]]"
-            )
-        for path in paths:
-            if path[:-1] and path[:-1] not in paths:
-                raise SettingError(f"medusa_choices has the path {list(path)} without {list(path[:-1])}, its parent")
-        return tuple(paths)
+        return tuple(sorted(read_paths(self.medusa_choices, "medusa_choices"), key=lambda path: (len(path), path)))
 
     @property
     def draft_length(self) -> int | None:

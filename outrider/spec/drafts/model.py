@@ -1,22 +1,21 @@
-"""Two models: a smaller one of the same tokenizer drafts, token by token or as a tree.
+"""Two models: a smaller one drafts, token by token or as a tree.
 
 Source: Leviathan et al., "Fast Inference from Transformers via Speculative Decoding", 2023; Chen et al., 2023. Trees of
-sampled tokens: Miao et al., "SpecInfer", 2024. The draft model keeps its own KV under the target's block ids.
+sampled tokens: Miao et al., "SpecInfer", 2024. The draft model keeps its own KV; of which text, and under which block
+ids, is said in ``spec.reading``: with another tokenizer than the target's it reads and drafts in common tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from outrider.cache.blocks import BlockManager, Copy
-from outrider.core.config import DTYPES, KV_CACHE_DTYPES, QUANTIZATIONS
+from outrider.core.config import DTYPES, KV_CACHE_DTYPES, MAX_DRAFT, QUANTIZATIONS
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.errors import ModelFileError, SettingError
@@ -31,16 +30,15 @@ from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Needs, Proposer
-
-MAX_DEPTH = 64
-"""Levels of a tree at most."""
+from outrider.spec.reading import reading_for
+from outrider.spec.tree_shape import Ranks, by_widths, child_counts, in_order, read_paths
 
 
 @dataclass(frozen=True)
 class ModelSettings:
     """The draft model, and the shape of its drafts."""
 
-    model: str = setting(help="the draft model: a folder, hub id, or .gguf file with the target's tokenizer")
+    model: str = setting(help="the draft model: a folder, hub id, or .gguf file")
     dtype: str = setting("auto", "precision of the draft model", choices=DTYPES)
     quantization: str | None = setting(
         None, "pack the draft model's linear weights while loading", choices=QUANTIZATIONS
@@ -53,44 +51,66 @@ class ModelSettings:
         "probabilistic", "how draft tokens are chosen when the request samples", choices=("probabilistic", "greedy")
     )
     draft_tree: str = setting(
-        "", "children of a node by depth, such as 3,2,1 (and so the draft length); default: a chain"
+        "",
+        "children of a node by depth, such as 3,2,1; or paths of ranks as JSON, best first; or a result file (.json) "
+        "of 'outrider tune tree'; it sets the draft length too; default: a chain",
+    )
+    use_heterogeneous_vocab: bool = setting(
+        False, "the draft model may have another tokenizer: it drafts the tokens that both have"
     )
 
     def __post_init__(self) -> None:
+        given: object = self.draft_tree
+        if isinstance(given, (list, tuple)):  # as settings in Python or JSON have it
+            object.__setattr__(self, "draft_tree", json.dumps(given))
         check_settings(self)
-        parts = [part.strip() for part in self.draft_tree.split(",")] if self.draft_tree else []
-        if not all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
-            raise SettingError(
-                f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, such as 3,2,1"
-            )
+        self.paths  # noqa: B018  # checks them
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Children of a node by depth (0 = the last committed token); empty for a chain."""
-        return tuple(int(part) for part in self.draft_tree.split(",")) if self.draft_tree else ()
+    def paths(self) -> tuple[Ranks, ...]:
+        """The nodes of the tree in order of preference; a chain of any length by default."""
+        text = self.draft_tree.strip()
+        if not text:
+            return by_widths([1] * MAX_DRAFT)
+        if text.startswith("[") or text.endswith(".json"):
+            return in_order(read_paths(text, "draft_tree"), "draft_tree")
+        parts = [part.strip() for part in text.split(",")]
+        if not all(part.isdecimal() and 1 <= int(part) <= 64 for part in parts):
+            raise SettingError(
+                f"draft_tree is {self.draft_tree!r}; allowed are whole numbers from 1 to 64 with commas, as in 3,2,1, "
+                "or a JSON list of paths such as [[0],[1],[0,0]]"
+            )
+        return by_widths([int(part) for part in parts])
 
     @property
     def draft_length(self) -> int | None:
         """Nodes of the whole tree, which is then the draft length unless another is asked for; None for a chain."""
-        return sum(accumulate(self.widths, mul)) or None
+        return len(self.paths) if self.draft_tree.strip() else None
 
 
 @dataclass
 class _Follower:
     """How far the draft model's KV of one sequence can be trusted."""
 
+    text: Seq  # what the draft model reads of it
     valid: int  # tokens whose KV is right
     sampler: Sampler
     history: History
     tail: list[int] = field(default_factory=list)  # draft tokens whose KV stands behind these
 
-    def catch_up(self, tokens: Sequence[int]) -> None:
-        """Counts the draft tokens that were accepted: their KV is right, being computed after the same tokens."""
+    def catch_up(self, same: int) -> None:
+        """Counts the draft tokens that were accepted: their KV is right, being computed after the same tokens.
+
+        ``same`` first tokens of the text are as they were when these were drafted.
+        """
+        tokens = self.text.tokens
+        if same < self.valid:
+            self.valid, self.tail = same, []
         for token in self.tail:
             if self.valid >= len(tokens) - 1 or tokens[self.valid] != token:
                 break
             self.valid += 1
-        self.valid = min(self.valid, len(tokens) - 1)  # asked twice in a row: the newest token's logits are wanted anew
+        self.valid = max(0, min(self.valid, len(tokens) - 1))  # the newest token's logits are wanted, maybe again
         self.tail = []
 
 
@@ -99,10 +119,12 @@ class _Growing:
     """A draft in the making. Nodes come level by level, so that keeping the first ones never cuts by value."""
 
     span: Span
+    widths: Mapping[Ranks, int] = field(default_factory=dict)  # children of each node, as far as the budget goes
     reason: str = ""  # why it grows no further, if something is in the way
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     q: list[Dist | None] = field(default_factory=list)
+    ranks: list[Ranks] = field(default_factory=list)
     level: range = range(-1, 0)  # the nodes whose children come next
     done: int = 0  # nodes whose KV is written
 
@@ -117,12 +139,16 @@ class _Growing:
             node = self.parents[node]
         return tokens[::-1]
 
+    def width(self, node: int) -> int:
+        """How many children ``node`` is to have."""
+        return self.widths.get(self.ranks[node] if node >= 0 else (), 0)
+
 
 class TwoModels(Proposer):
     """Drafts with ``drafter``; with several children a node they are drawn without replacement, q renormalised."""
 
     def __init__(self, drafter: LoadedModel, target: LoadedModel, method: str, settings: ModelSettings) -> None:
-        check_same_tokens(drafter, target)
+        self.reading = reading_for(drafter, target, settings.use_heterogeneous_vocab)
         self.drafter, self.target, self.settings = drafter, target, settings
         self.max_len = min(settings.max_model_len or drafter.config.max_position, drafter.config.max_position)
         decoder = drafter.decoder
@@ -130,20 +156,23 @@ class TwoModels(Proposer):
         kv_bytes = KVPool.bytes_per_token(drafter.config, pick_kv_dtype(self._kv_cache_dtype, decoder.dtype))
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._pick = draft_pick_for(method)
-        self._widths = settings.widths
-        self._widest = max(self._widths, default=1)
+        self._paths = settings.paths
+        self._widest = max(child_counts(self._paths).values())
+        self._trees: dict[int, Mapping[Ranks, int]] = {}  # by budget
         self._followers: dict[int, _Follower] = {}
         self._filled: dict[int, int] = {}  # block -> version of its content when this model's KV of it was complete
 
     def start(self, blocks: BlockManager, max_rows: int) -> None:
-        self._blocks, self._max_rows = blocks, max_rows
+        self._blocks, self._max_rows = self.reading.start(blocks), max_rows
         self.runner = Runner(self.drafter.decoder, blocks.n_blocks, blocks.block_size, self._kv_cache_dtype)
 
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
-        self.runner.copy_blocks(copies)
+        if self.reading.same_blocks:
+            self.runner.copy_blocks(copies)
 
     def release(self, seq_id: int) -> None:
         self._followers.pop(seq_id, None)
+        self.reading.release(seq_id)
 
     def propose(self, spans: Sequence[Span]) -> list[Draft]:
         growing = [self._begin(span) for span in spans]
@@ -159,20 +188,30 @@ class TwoModels(Proposer):
 
     def _begin(self, span: Span) -> _Growing:
         seq = span.seq
-        if len(seq) > self.max_len:
-            return _Growing(span, reason=f"the draft model's context of {self.max_len} tokens is full")
+        text, same = self.reading.read(seq)
         if seq.id not in self._followers:
             self._followers[seq.id] = _Follower(
-                self._known_prefix(seq), self._sampler(seq), History(seq.tokens, seq.n_prompt)
+                text, self._known_prefix(text), self._sampler(seq), History(seq.tokens, seq.n_prompt)
             )
         follower = self._followers[seq.id]
-        before = follower.valid
-        follower.catch_up(seq.tokens)
-        self._note_filled(seq, before, follower.valid)
+        before = min(same, follower.valid)
+        follower.catch_up(same)
+        self._note_filled(text, before, follower.valid)
+        if len(text) > self.max_len:
+            return _Growing(span, reason=f"the draft model's context of {self.max_len} tokens is full")
+        if not text.tokens:
+            return _Growing(span, reason="the text holds no token that the draft model can read")
         size = self.drafter.config.vocab_size
-        if any(token >= size for token in seq.tokens[follower.valid :]):  # a control token of the target's, say
+        if any(token >= size for token in text.tokens[follower.valid :]):  # a control token of the target's, say
             return _Growing(span, reason="the text holds a token that the draft model lacks")
-        return _Growing(span)
+        copies = self.reading.make_room(text, follower.valid, span.budget)
+        if copies is None:
+            return _Growing(span, reason="no free KV blocks for the draft model")
+        if copies:
+            self.runner.copy_blocks(copies)
+        if span.budget not in self._trees:
+            self._trees[span.budget] = child_counts(self._paths[: span.budget])
+        return _Growing(span, self._trees[span.budget])
 
     def _known_prefix(self, seq: Seq) -> int:
         """Tokens at the start of ``seq`` whose blocks this model has already filled, for another sequence perhaps."""
@@ -200,13 +239,18 @@ class TwoModels(Proposer):
         """
         rows = self._max_rows
         chunks = []
-        for g in sorted(growing, key=lambda g: len(g.span.seq) - self._followers[g.span.seq.id].valid):
-            seq, valid = g.span.seq, self._followers[g.span.seq.id].valid
-            n = min(len(seq) - valid, rows)
+
+        def unread(g: _Growing) -> int:
+            follower = self._followers[g.span.seq.id]
+            return len(follower.text) - follower.valid
+
+        for g in sorted(growing, key=unread):
+            follower = self._followers[g.span.seq.id]
+            n = min(unread(g), rows)
             rows -= n
             if n:
-                chunks.append(Span(seq, valid, n))
-            if valid + n < len(seq):
+                chunks.append(Span(follower.text, follower.valid, n))
+            if n < unread(g):
                 g.reason = "the draft model is still reading the prompt"
         read: dict[int, NDArray[np.floating]] = {}
         for chunk, logits in zip(chunks, self._forward(chunks) if chunks else [], strict=True):
@@ -227,16 +271,20 @@ class TwoModels(Proposer):
         first = len(g.tokens)
         for node, row in zip(g.level, logits, strict=True):
             path = g.path(node)
-            width = min(self._width(len(path)), g.span.budget - len(g.tokens))
+            width = g.width(node)
+            if not width:
+                continue
             try:
                 dist = follower.sampler.dist_at(row, follower.history, path)
             except Exception:  # the target will meet the same rule, and say so
                 g.reason = "a rule of the request cannot be applied to the draft model"
                 break
-            for token, q in self._children(seq, dist, width, len(path) + 1, len(g.tokens)):
+            own = g.ranks[node] if node >= 0 else ()
+            for rank, (token, q) in enumerate(self._children(seq, dist, width, len(path) + 1, len(g.tokens))):
                 g.tokens.append(token)
                 g.parents.append(node)
                 g.q.append(q)
+                g.ranks.append((*own, rank))
         g.level = range(first, len(g.tokens))
 
     def _children(self, seq: Seq, dist: Dist, width: int, depth: int, index: int) -> list[tuple[int, Dist | None]]:
@@ -254,22 +302,20 @@ class TwoModels(Proposer):
 
     def _wants_more(self, g: _Growing) -> bool:
         """Whether the newest level gets children: there is budget, and the draft model can read that far."""
-        if g.reason or not g.level or len(g.tokens) >= g.span.budget:
+        if g.reason or not any(g.width(node) for node in g.level):
             return False
         depth = len(g.path(g.level[0]))
-        return len(g.span.seq) + depth <= self.max_len and self._width(depth) > 0
-
-    def _width(self, depth: int) -> int:
-        """Children of a node at ``depth``; 0 when the tree has no further level."""
-        if not self._widths:
-            return 1
-        return self._widths[depth] if depth < len(self._widths) else 0
+        return len(self._followers[g.span.seq.id].text) + depth <= self.max_len
 
     def _score(self, active: Sequence[_Growing]) -> list[NDArray[np.floating]]:
         """One pass over the newest level of each draft: logits [nodes,V] for each."""
         if not active:
             return []
-        spans = [Span(g.span.seq, len(g.span.seq), 0, draft=g.draft(), done=g.level.start) for g in active]
+        spans = []
+        for g in active:
+            text = self._followers[g.span.seq.id].text
+            draft = Draft.tree(self.reading.ids(g.tokens), g.parents)
+            spans.append(Span(text, len(text), 0, draft=draft, done=g.level.start))
         rows = self._forward(spans)
         for g in active:
             g.done = len(g.tokens)
@@ -277,32 +323,14 @@ class TwoModels(Proposer):
 
     def _forward(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
         """Logits of the draft model in the target's vocabulary: columns that it lacks can never be drawn."""
-        logits = self.runner.forward(spans).logits
-        missing = self.target.config.vocab_size - logits.shape[1]
-        if missing > 0:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
-        return logits_by_span(spans, logits[:, : self.target.config.vocab_size])
+        return logits_by_span(spans, self.reading.columns(self.runner.forward(spans).logits))
 
     def _remember_tail(self, g: _Growing) -> None:
         """Notes the draft tokens whose KV stands where it will stay if they are accepted: the leading chain."""
         follower = self._followers.get(g.span.seq.id)
         if follower is not None:
             chain = next((i for i in range(g.done) if g.parents[i] != i - 1), g.done)
-            follower.tail = g.tokens[:chain]
-
-
-def check_same_tokens(drafter: LoadedModel, target: LoadedModel) -> None:
-    """Raises SettingError unless every ordinary token id means the same to both models."""
-    if drafter.tokenizer is None or target.tokenizer is None:
-        return
-    difference = target.tokenizer.first_difference(drafter.tokenizer)
-    if difference is not None:
-        token, mine, theirs = difference
-        raise SettingError(
-            f"the draft model {drafter.name} has another tokenizer than {target.name}: token {token} is {mine!r} for "
-            f"the target and {theirs!r} for the draft (sizes {target.tokenizer.vocab_size} and "
-            f"{drafter.tokenizer.vocab_size}); allowed is a draft model with the target's tokens"
-        )
+            follower.tail = self.reading.ids(g.tokens[:chain])
 
 
 def build(context: DraftContext, settings: ModelSettings) -> Proposer:
