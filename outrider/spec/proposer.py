@@ -84,8 +84,7 @@ def select_features(commits: Sequence[Commit], given: Sequence[int], wanted: Seq
     def of(features: torch.Tensor | None) -> torch.Tensor | None:
         if features is None or not wanted:
             return None
-        width = features.shape[1] // len(given)
-        parts = features.split(width, dim=1)
+        parts = features.chunk(len(given), dim=1)
         return torch.cat([parts[given.index(layer)] for layer in wanted], dim=1)
 
     if tuple(given) == tuple(wanted):

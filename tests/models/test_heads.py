@@ -224,8 +224,8 @@ def test_the_map_of_a_trimmed_vocabulary_is_of_offsets(tmp_path: Path) -> None:
         (None, (1, 3, 4)),  # EAGLE's own: what goes into layers 2, N/2 and N - 3
         ([2, 4, 5], (1, 3, 4)),  # the same, written out
         ([1, 3, 4], (1, 3, 4)),  # and as trainers write it, by the layers that put it out
-        ([8, 5, 2], (7, 4, 1)),
-        ([7, 4, 1], (7, 4, 1)),
+        ([8, 2, 5], (1, 4, 7)),  # those who train and serve them take them layer by layer, however they are listed
+        ([7, 4, 1], (1, 4, 7)),
         ([3, 4, 5], (2, 3, 4)),
     ],
 )

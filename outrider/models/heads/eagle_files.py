@@ -133,7 +133,7 @@ class _Reading:
         return replace(config, tie_embeddings=False)
 
     def feature_layers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[int, ...]:
-        """The target's layers whose output is read.
+        """The target's layers whose output is read, ascending: so they stand side by side, however they are listed.
 
         By default EAGLE's own: what goes into layers 2, N/2 and N - 3, so the output of the layer before each. A config
         that names numbers counts so too (as vLLM reads it), unless the lowest is 1: then it names the layers whose
@@ -150,7 +150,7 @@ class _Reading:
                 f"{self.files.where}: {key} is {shown(given)}; allowed are different numbers from 1 to {highest}, the "
                 f"layers of the target {self.target.name}"
             )
-        return tuple(i if outputs else i - 1 for i in given)
+        return tuple(sorted(i if outputs else i - 1 for i in given))
 
     def layer(self, name: str, config: ModelConfig, width: int) -> HeadLayer:
         """A decoder layer whose q, k and v read ``width``; biases and an input norm where the file has them."""
