@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -74,8 +74,13 @@ def toy_decoder(config: ModelConfig | None = None, seed: int = 0, dtype: torch.d
     return Decoder.from_source(MemorySource(config, seed), ReferenceOps(), dtype, "cpu")
 
 
-def full_logits(model: Decoder | TensorSource, tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [len, V] of every position in one dense pass: no cache, no blocks, no batch; one head at a time."""
+def full_logits(
+    model: Decoder | TensorSource, tokens: Sequence[int], skipped: Collection[int] = (), skip_from: int = 0
+) -> torch.Tensor:
+    """Logits [len, V] of every position in one dense pass: no cache, no blocks, no batch; one head at a time.
+
+    The positions from ``skip_from`` on leave out the layers ``skipped``.
+    """
     d = model if isinstance(model, Decoder) else Decoder.from_source(model, ReferenceOps(), torch.float64, "cpu")
     c, n = d.config, len(tokens)
     position = torch.arange(n)
@@ -95,6 +100,7 @@ def full_logits(model: Decoder | TensorSource, tokens: Sequence[int]) -> torch.T
 
     x = d.embedding[torch.tensor(tokens)]
     for layer, w in enumerate(d.layers):
+        before = x
         h = norm(x, w.input_norm)
         q, k = rotated(heads(h, w.q, w.q_bias, w.q_norm)), rotated(heads(h, w.k, w.k_bias, w.k_norm))
         v = heads(h, w.v, w.v_bias, None)
@@ -109,6 +115,8 @@ def full_logits(model: Decoder | TensorSource, tokens: Sequence[int]) -> torch.T
         h = norm(x, w.post_norm)
         gate, up = ((h @ m.T) + (0 if b is None else b) for m, b in ((w.gate, w.gate_bias), (w.up, w.up_bias)))
         x = x + (gate * torch.sigmoid(gate) * up) @ w.down.T + (0 if w.down_bias is None else w.down_bias)
+        if layer in skipped:
+            x = torch.cat((x[:skip_from], before[skip_from:]))
     return norm(x, d.final_norm) @ d.head.T
 
 

@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -18,7 +17,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError, nearest
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.rng import choice_seed, fresh_seed
-from outrider.core.types import Commit, FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
+from outrider.core.types import FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
 from outrider.engine.answer import Answer
 from outrider.engine.commit import Outcome, append_tokens, commit_step
 from outrider.engine.metrics import EngineMetrics
@@ -33,7 +32,7 @@ from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
 from outrider.spec.draws import draws_for
-from outrider.spec.proposer import Proposer
+from outrider.spec.proposer import Proposer, select_features
 from outrider.spec.verify import verify
 
 logger = logging.getLogger("outrider")
@@ -214,7 +213,7 @@ class Engine:
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
         for proposer in self.proposers.values():
             own = [commit for commit in commits if self._proposer_of(commit.seq) is proposer]
-            proposer.observe(own if out.features is None else self._with_features(own, proposer))
+            proposer.observe(select_features(own, self._feature_layers, proposer.needs.feature_layers))
         records = tuple(self._span_record(outcome) for outcome in outcomes)
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
@@ -222,16 +221,6 @@ class Engine:
         self.controller.observe(record)
         self.metrics.observe(record)
         return deltas
-
-    def _with_features(self, commits: list[Commit], proposer: Proposer) -> list[Commit]:
-        """The commits with the features that ``proposer`` asked for, in its order, whatever others asked for."""
-        wanted, width = proposer.needs.feature_layers, self.target.config.hidden_size
-        if wanted == self._feature_layers:
-            return commits
-        columns = [self._feature_layers.index(layer) * width + i for layer in wanted for i in range(width)]
-        return [
-            replace(c, features=c.features[:, columns] if columns and c.features is not None else None) for c in commits
-        ]
 
     def _detokenizer(self, params: SamplingParams) -> Detokenizer | None:
         """Turns one answer's tokens into text that continues the prompt: a leading space is part of it."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+import torch
 
 from outrider.cache.blocks import BlockManager, Copy
 from outrider.core.config import SpecConfig
@@ -71,6 +73,23 @@ class Proposer(ABC):
 
     def release(self, seq_id: int) -> None:  # noqa: B027
         """The sequence ended or lost its KV: forget what was kept for it."""
+
+
+def select_features(commits: Sequence[Commit], given: Sequence[int], wanted: Sequence[int]) -> list[Commit]:
+    """The commits with the features of the layers ``wanted``, in that order, of those ``given`` in theirs.
+
+    Several drafters share one pass of the target; each is handed what it asked for, and None if that is nothing.
+    """
+
+    def of(features: torch.Tensor | None) -> torch.Tensor | None:
+        if features is None or not wanted:
+            return None
+        parts = features.chunk(len(given), dim=1)
+        return torch.cat([parts[given.index(layer)] for layer in wanted], dim=1)
+
+    if tuple(given) == tuple(wanted):
+        return list(commits)
+    return [replace(commit, features=of(commit.features)) for commit in commits]
 
 
 @dataclass(frozen=True)

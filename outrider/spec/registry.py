@@ -59,6 +59,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
 
 PLAIN = "none"
 """The drafter that never drafts: what the others are measured against."""
+PREDICTING = "prediction"
+"""The drafter for a request that comes with a prediction of its answer, where none was chosen."""
 
 _HINTED = ("prediction",)
 """Drafters that do something for requests that hint at their answers, and cost nothing beside another one."""

@@ -64,6 +64,38 @@ def test_generate_reads_standard_input(
     assert json.loads(capsys.readouterr().out)["token_ids"] == from_stdin
 
 
+def test_generate_follows_a_prediction(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Given as a text or in a file it is what is drafted; a drafter that makes no use of it is an error."""
+
+    def said(*flags: str) -> dict[str, Any]:
+        assert main(["generate", folder, "Numbers: ", "--json", *SMALL, *flags]) == 0
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    plain = said("--drafter", "none")
+    file = tmp_path / "answer.txt"
+    file.write_text(plain["text"] + " and so on", encoding="utf-8")
+    for flags in (
+        ["--prediction", plain["text"]],
+        ["--prediction", f"@{file}"],
+        ["--prediction", f"@{file}", "--drafter", "combine", "--combine-parts", "prediction"],
+    ):
+        result = said(*flags)
+        assert result["token_ids"] == plain["token_ids"]
+        assert result["speculation"]["accepted"] > 0
+    assert said("--prediction", "")["speculation"]["drafter"] == "ngram"
+    for flags, why in (
+        (["--prediction", "x", "--drafter", "ngram"], "prediction is given; drafter ngram makes no use of it"),
+        (["--prediction", "x", "--speculative-config", '{"method": "ngram"}'], "makes no use of it"),
+        (["--prediction", f"@{tmp_path / 'none'}"], "the file cannot be read: "),
+        (["--prediction", f"@{tmp_path}"], "the file cannot be read: "),
+    ):
+        assert main(["generate", folder, "Numbers: ", *SMALL, *flags]) == 2
+        err = capsys.readouterr().err
+        assert why in err
+        assert err.count("\n") == 1
+
+
 def test_flags_and_json_mean_the_same(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     config = json.dumps({"method": "draft_model", "model": folder, "num_speculative_tokens": 3})
     seen = []

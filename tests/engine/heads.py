@@ -172,8 +172,8 @@ def _write_eagle(folder: Path, decoder: Decoder) -> None:
 
 
 def eagle3_values(config: ModelConfig, rows: int, layers: int = 1, **more: Any) -> dict[str, Any]:
-    """A config of EAGLE-3 whose output has ``rows`` tokens, and that reads layers 1, 1 + n/2 and n of the target."""
-    read = sorted({1, 1 + config.n_layers // 2, config.n_layers})
+    """A config of EAGLE-3 whose output has ``rows`` tokens; it reads what layers 2, 1 + n/2 and n (from 1) put out."""
+    read = sorted({2, 1 + config.n_layers // 2, config.n_layers})
     return {
         "architectures": ["LlamaForCausalLMEagle3"],
         **llama_values(config, layers),

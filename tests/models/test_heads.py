@@ -26,7 +26,7 @@ from tests.engine.heads import (
 )
 from tests.toy import toy_config
 
-CONFIG = toy_config(layers=3)
+CONFIG = toy_config(layers=4)
 TARGET = toy_target(CONFIG, seed=1)
 X = noise(77, 5, 32)
 
@@ -175,7 +175,7 @@ def test_own_embedding_and_head_stay_own_and_missing_ones_are_the_targets(tmp_pa
     assert head.embedding is TARGET.decoder.embedding
     assert head.output is TARGET.decoder.head
     assert head.weight_bytes == sum(t.nbytes for t in FIRST_TENSORS.values())
-    assert head.feature_layers == (2,)
+    assert head.feature_layers == (3,)
 
 
 def speculators(**more: Any) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def speculators(**more: Any) -> dict[str, Any]:
         "speculators_version": "0.1.0",
         "transformer_layer_config": values,
         "draft_vocab_size": 20,
-        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+        "eagle_aux_hidden_state_layer_ids": [2, 3, 4],
         "norm_before_residual": True,
         "speculators_config": {"algorithm": "eagle3", "default_proposal_method": "greedy"},
         **more,
@@ -203,7 +203,7 @@ def test_speculators_form_is_the_same_head(tmp_path: Path) -> None:
         for head in (theirs, ours)
     ]
     assert torch.equal(*outputs)
-    assert theirs.feature_layers == ours.feature_layers == (0, 1, 2)
+    assert theirs.feature_layers == ours.feature_layers == (1, 2, 3)
 
 
 def test_the_map_of_a_trimmed_vocabulary_is_of_offsets(tmp_path: Path) -> None:
@@ -218,12 +218,25 @@ def test_the_map_of_a_trimmed_vocabulary_is_of_offsets(tmp_path: Path) -> None:
     assert load_eagle(str(write_head(tmp_path / "b", whole, tensors)), TARGET).tokens is None
 
 
-def test_the_layers_to_read_have_a_default(tmp_path: Path) -> None:
-    """2, N/2 and N - 3, counted by what goes into a layer."""
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (None, (1, 3, 4)),  # EAGLE's own: what goes into layers 2, N/2 and N - 3
+        ([2, 4, 5], (1, 3, 4)),  # the same, written out
+        ([1, 3, 4], (1, 3, 4)),  # and as trainers write it, by the layers that put it out
+        ([8, 2, 5], (1, 4, 7)),  # those who train and serve them take them layer by layer, however they are listed
+        ([7, 4, 1], (1, 4, 7)),
+        ([3, 4, 5], (2, 3, 4)),
+    ],
+)
+def test_which_layers_are_read(written: list[int] | None, read: tuple[int, ...], tmp_path: Path) -> None:
+    """Both ways in which checkpoints count them, told apart by the lowest number."""
     target = toy_target(toy_config(layers=8), seed=2)
     values = {k: v for k, v in THIRD.items() if k != "eagle_config"}
+    if written is not None:
+        values["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": written}
     head = load_eagle(str(write_head(tmp_path, values, THIRD_TENSORS)), target)
-    assert head.feature_layers == (1, 3, 4)
+    assert head.feature_layers == read
 
 
 BOTH = {1: (FIRST, FIRST_TENSORS), 3: (THIRD, THIRD_TENSORS)}
@@ -248,7 +261,10 @@ BOTH = {1: (FIRST, FIRST_TENSORS), 3: (THIRD, THIRD_TENSORS)}
         (3, {"norm_before_fc": True}, {}, "lacks tensor input_norm.weight of shape [96]"),
         (3, {"fc_norm": True}, {}, "fc_norm is true; supported is false"),
         (3, {"eagle_config": {"use_aux_hidden_state": False}}, {}, "use_aux_hidden_state is false; supported is true"),
-        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, {}, "different numbers from 1 to 3"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2]}}, {}, "different numbers from 1 to 4"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}}, {}, "different numbers from 1 to 3"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}}, {}, "different numbers from 1 to 4"),
+        (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": "2,3"}}, {}, "different numbers from 1 to 4"),
         (3, {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 2]}}, {}, "tensor fc.weight has shape [32, 96]"),
         (3, {"norm_before_residual": 3}, {}, "norm_before_residual is 3; allowed is true or false"),
         (3, {"speculators_model_type": "mlp"}, {}, "speculators_model_type is 'mlp'; allowed is eagle3"),

@@ -20,10 +20,12 @@ from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span
 from outrider.spec.drafts.combine import Combine, CombineSettings, Part, _in_turns, unite
 from outrider.spec.proposer import Needs, Proposer
-from outrider.spec.registry import spec_from_mapping
+from outrider.spec.registry import build_proposer, spec_from_mapping
 from tests.engine.drafters import Oracle, Script, Silent, Wrong, context_for, registered
-from tests.engine.harness import assert_same, greedy, make_engine, plain, run_all, toy_target
+from tests.engine.harness import assert_same, greedy, make_engine, plain, prompt_of, run_all, toy_target
+from tests.engine.heads import fitted_eagle3, fitted_medusa
 from tests.spec.verify_exact import Explorer, History, Propose, Toy, gap, toy
+from tests.toy import toy_config
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 PROMPT = [5, 6, 7]
@@ -46,7 +48,7 @@ class Fixed(Proposer):
 
 
 def combine(mode: str, *parts: Proposer) -> Combine:
-    return Combine([Part("abc"[i], part) for i, part in enumerate(parts)], mode)
+    return Combine([Part("abcd"[i], part) for i, part in enumerate(parts)], mode)
 
 
 def propose(drafter: Proposer, budget: int = 6) -> Draft:
@@ -158,6 +160,49 @@ def test_needs_add_up_and_calls_reach_every_part() -> None:
         assert sum(len(commit.new_tokens) for commit in script.commits) == 9
     limited = Combine([Part("a", scripts[0], limit=1), Part("b", scripts[1])], "merge")
     assert propose(limited).tokens == (1, 2, 2, 2, 2, 2)
+
+
+class Noted(Proposer):
+    """Another drafter that notes what it drafted after each text."""
+
+    def __init__(self, inner: Proposer) -> None:
+        self.inner, self.needs = inner, inner.needs
+        self.drafts: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for name in ("start", "share_kv", "copy_blocks", "observe", "release"):
+            setattr(self, name, getattr(inner, name))
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        drafts = self.inner.propose(spans)
+        self.drafts |= {tuple(span.seq.tokens): d.tokens for span, d in zip(spans, drafts, strict=True) if d}
+        return drafts
+
+
+def test_a_part_drafts_as_it_would_alone() -> None:
+    """Whatever it needs of the target (several layers, the last one, the KV) reaches it, whatever the others need."""
+    target = toy_target(toy_config(layers=4), seed=1)
+    context = context_for(target)
+    parts = {
+        "eagle": {"model": str(fitted_eagle3(target.decoder))},
+        "medusa": {"model": str(fitted_medusa(target.decoder)), "medusa_choices": "[[0],[0,0],[0,0,0]]"},
+        "self": {"exit_layer": 3},
+        "suffix": {},
+    }
+
+    def run(*names: str) -> list[Noted]:
+        specs = [replace(context.spec, method=name, options=parts[name]) for name in names]
+        noted = [Noted(build_proposer(spec, context)) for spec in specs]
+        drafter = combine("merge", *noted) if len(noted) > 1 else noted[0]
+        prompts = [prompt_of(6, seed) for seed in range(8)]
+        outputs = run_all(make_engine(target, drafter, gamma=3, num_kv_blocks=200), [(p, greedy(16)) for p in prompts])
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert_same(output, plain(target, prompt, greedy(16)))
+        return noted
+
+    for name, together in zip(parts, run(*parts), strict=True):
+        (alone,) = run(name)
+        texts = together.drafts.keys() & alone.drafts.keys()
+        assert len(texts) > 20, name
+        assert all(together.drafts[text] == alone.drafts[text] for text in texts), name
 
 
 def test_parts_with_their_own_settings_are_built_from_the_registry() -> None:

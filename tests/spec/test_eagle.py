@@ -32,7 +32,7 @@ from tests.engine.heads import (
 from tests.models.eagle_plain import norm, plain_chain
 from tests.toy import toy_config
 
-CONFIG = toy_config(layers=3)
+CONFIG = toy_config(layers=4)
 TARGET = toy_target(CONFIG, seed=1)
 NATIVE = pytest.mark.skipif(not available(), reason="the native operations were not built")
 

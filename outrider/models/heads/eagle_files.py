@@ -133,16 +133,24 @@ class _Reading:
         return replace(config, tie_embeddings=False)
 
     def feature_layers(self, own: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[int, ...]:
-        """The target's layers to read. In a config, number i means what goes into layer i, so layer i - 1's output."""
+        """The target's layers whose output is read, ascending: so they stand side by side, however they are listed.
+
+        By default EAGLE's own: what goes into layers 2, N/2 and N - 3, so the output of the layer before each. A config
+        that names numbers counts so too (as vLLM reads it), unless the lowest is 1: then it names the layers whose
+        output is meant (as SpecForge and ModelOpt write it). SGLang tells the two apart by the same rule (its pull
+        request 25454).
+        """
         n, key = self.target.config.n_layers, "eagle_aux_hidden_state_layer_ids"
         given = own.get(key) or values.get(key) or [2, n // 2, n - 3]
-        good = isinstance(given, list) and all(type(i) is int and 1 <= i <= n for i in given)
-        if not good or len(set(given)) < len(given):
+        whole_numbers = isinstance(given, list) and all(type(i) is int for i in given)
+        outputs = whole_numbers and min(given) == 1
+        highest = n - 1 if outputs else n
+        if not whole_numbers or not all(1 <= i <= highest for i in given) or len(set(given)) < len(given):
             raise ModelFileError(
-                f"{self.files.where}: {key} is {shown(given)}; allowed are different numbers from 1 to {n}, the layers "
-                f"of the target {self.target.name}"
+                f"{self.files.where}: {key} is {shown(given)}; allowed are different numbers from 1 to {highest}, the "
+                f"layers of the target {self.target.name}"
             )
-        return tuple(i - 1 for i in given)
+        return tuple(sorted(i if outputs else i - 1 for i in given))
 
     def layer(self, name: str, config: ModelConfig, width: int) -> HeadLayer:
         """A decoder layer whose q, k and v read ``width``; biases and an input norm where the file has them."""

@@ -18,7 +18,8 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.settings import check_settings, setting
 from outrider.core.types import Commit, Span
-from outrider.spec.proposer import DraftContext, Needs, Proposer
+from outrider.ops.contract import LayerKV
+from outrider.spec.proposer import DraftContext, Needs, Proposer, select_features
 
 MODES = ("first", "extend", "merge")
 
@@ -130,13 +131,18 @@ class Combine(Proposer):
         for part in self.parts:
             part.proposer.start(blocks, max_rows)
 
+    def share_kv(self, kv: Sequence[LayerKV]) -> None:
+        for part in self.parts:
+            part.proposer.share_kv(kv)
+
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         for part in self.parts:
             part.proposer.copy_blocks(copies)
 
     def observe(self, commits: Sequence[Commit]) -> None:
         for part in self.parts:
-            part.proposer.observe(commits)
+            wanted = part.proposer.needs.feature_layers
+            part.proposer.observe(select_features(commits, self.needs.feature_layers, wanted))
 
     def release(self, seq_id: int) -> None:
         for part in self.parts:
