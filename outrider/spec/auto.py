@@ -30,7 +30,7 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-RETURN = 0.8
+RETURN = 0.88
 """Chances of a request without drafts count this much less: it must be clearly better to come back."""
 FAINT = 0.02
 """A row that is less likely to be accepted than this is never asked for."""
@@ -127,8 +127,15 @@ class AutoLength(DraftController):
                 if request.account >= cost:
                     budgets[i], request.probing = probe, True
                     left -= probe
-            elif span.budget:
-                self._pay_in(request, 0.0)
+            elif budgets[i] and left > 0 and budgets[i] < min(span.budget, self.longest):
+                # One row more, to know what it would bring.
+                n, line = own_rows + sum(budgets), self._drafters[request.drafter].cost
+                cost = line.slope + max(0.0, seconds(n + 1) - seconds(n))
+                self._pay_in(request, cost)
+                if request.account >= cost:
+                    request.account -= cost
+                    budgets[i] += 1
+                    left -= 1
             if not budgets[i] and span.budget:
                 span.draft = Draft.nothing(request.reason or TOO_LITTLE)
         if any(request.on for request in requests) is not self._on:
@@ -184,13 +191,16 @@ class AutoLength(DraftController):
             times = record.times
             self.costs.observe(rows, self._context, times.forward, times.total - times.forward - times.draft)
         self._learn_draft_costs(record)
-        earned = spent = 0.0
+        per_row = earned = spent = 0.0  # seconds of a draft row in the pass
+        if record.draft_rows and not record.prompt_rows:
+            more = self.costs.step(rows, self._context) - self.costs.step(record.decode_rows, self._context)
+            per_row = more / record.draft_rows
         for span in record.spans:
             request = self._requests.get(span.seq_id)
             if request is None or request.drafter != span.drafter or not span.emitted:
                 continue
             self._recent = request
-            cost = self._learn(request, span, rows, record.prompt_rows)
+            cost = self._learn(request, span, per_row)
             own = (span.emitted * self._token_seconds, self._token_seconds + cost)
             earned, spent = earned + own[0], spent + own[1]
             choice = self._choices.get(request.kind)
@@ -215,7 +225,7 @@ class AutoLength(DraftController):
         request = self._requests.get(seq.id)
         if request is None or request.drafter != name:
             drafter = self._drafters.setdefault(name, _Drafter())
-            survival = Survival(memory=40, pull=6, prior=drafter.survival)
+            survival = Survival(memory=60, pull=6, prior=drafter.survival)
             request = self._requests[seq.id] = _Request(name, survival, _kind(seq.params))
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
@@ -242,7 +252,7 @@ class AutoLength(DraftController):
             if asked and name in self._drafters:
                 self._drafters[name].cost.add(sum(asked) / len(asked), seconds / len(asked))
 
-    def _learn(self, request: _Request, span: SpanRecord, rows: int, prompt_rows: int) -> float:
+    def _learn(self, request: _Request, span: SpanRecord, per_row: float) -> float:
         """What a draft was worth, and the seconds that it cost."""
         if not request.asked:
             return 0.0
@@ -252,9 +262,7 @@ class AutoLength(DraftController):
             drafter.calibration.add(request.confidence, span.path)
             request.foreseen += 0.03 * (4 - request.foreseen) + request.expected
             request.accepted += 0.03 * (4 - request.accepted) + span.accepted
-        cost = drafter.cost.at(request.asked)
-        if not prompt_rows:
-            cost += self.costs.step(rows, self._context) - self.costs.step(rows - span.rows + 1, self._context)
+        cost = drafter.cost.at(request.asked) + per_row * max(0, span.rows - 1)
         if request.probing:
             won = span.accepted * self._token_seconds
             request.account = max(0.0, min(request.account - cost + won, max(self._token_seconds, 1.5 * cost)))

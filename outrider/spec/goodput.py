@@ -43,18 +43,21 @@ def best_budgets(
     Without drafts the step has ``rows`` rows and yields ``tokens``; ``seconds`` is the time of a step by its rows, the
     drafters' own time excepted. Where nothing is gained no row is admitted.
     """
+    # The rows of one draft are there together or not at all, those of different drafts are taken at their average.
     order = sorted((-chance, r, i) for r, wish in enumerate(wishes) for i, chance in enumerate(wish.survival))
     plain = best = tokens / seconds(rows)
-    filled, drafting, taken = float(rows), 0.0, 0
+    expected = [0.0] * len(wishes)
+    filled, time, taken = float(rows), seconds(rows), 0
     for n, (minus_chance, r, i) in enumerate(order[:room], 1):
         wish = wishes[r]
         there = wish.presence[i]
         tokens -= minus_chance * there
+        before = filled - expected[r] + i
+        time += there * (seconds(before + 1) - seconds(before)) + (wish.each if i else wish.first + wish.each)
+        expected[r] += there
         filled += there
-        drafting += wish.each if i else wish.first + wish.each
-        goodput = tokens / (seconds(filled) + drafting)
-        if goodput > best:
-            best, taken = goodput, n
+        if tokens > best * time:
+            best, taken = tokens / time, n
     budgets = [0] * len(wishes)
     for _, r, _ in order[:taken]:
         budgets[r] += 1
