@@ -106,11 +106,12 @@ def table(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
     )
 
     def line(row: Row) -> str:
+        accepted = f"{row.acceptance_rate:.0%}" if row.gamma else "-"
         return (
             f"{row.drafter:<{drafter}} {_length(row.gamma):>5} {row.batch:>5}  {row.category:<{width}} "
             f"{row.prompts:>7} {row.tokens:>7} {row.seconds:>8.2f} {row.prefill_seconds:>9.2f} "
-            f"{_shown(row.tokens_per_second, 7, 1)} {_shown(row.decode_tokens_per_second, 12, 1)} {_shown(row.tokens_per_step, 8, 2)} "
-            f"{f'{row.acceptance_rate:.0%}' if row.gamma else '-':>8} {_shown(row.speedup, 7, 2)}"
+            f"{_shown(row.tokens_per_second, 7, 1)} {_shown(row.decode_tokens_per_second, 12, 1)} "
+            f"{_shown(row.tokens_per_step, 8, 2)} {accepted:>8} {_shown(row.speedup, 7, 2)}"
             f"{' ' if row.speedup is None else 'x'}  {'identical' if row.identical else 'DIFFERS'}"
         )
 

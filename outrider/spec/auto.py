@@ -9,6 +9,7 @@ is bounded, a dear drafter is probed more rarely than a cheap one, and good news
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +22,7 @@ from outrider.core.types import Span, SpanRecord, StepRecord
 from outrider.spec.choice import Choice, Speed
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
-from outrider.spec.goodput import Wish, best_budgets
+from outrider.spec.goodput import Decision, Wish, best_budgets
 from outrider.spec.survival import Calibration, Survival
 
 logger = logging.getLogger("outrider")
@@ -30,10 +31,13 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-RETURN = 0.88
-"""Chances of a request without drafts count this much less: it must be clearly better to come back."""
+DOUBT = 64.0
+"""Chances of a request without drafts count by a standard error of so many drafts less: it must be clearly better to
+come back, and noise alone does not bring it."""
 FAINT = 0.02
 """A row that is less likely to be accepted than this is never asked for."""
+NEWS = 4
+"""Drafts of a request after which its length is decided anew: deciding takes time too."""
 REMEMBERED = 4096
 """Requests whose estimates are kept, the newest ones."""
 
@@ -64,6 +68,8 @@ class _Request:
     account: float = 0.0  # seconds that may be lost to trying
     asked: int = 0  # rows, in this step
     probing: bool = False
+    drafts: int = 0
+    news: int = 0  # changes when there is enough news to decide anew
     confidence: Sequence[float] = ()  # of the rows that were submitted
     expected: float = 0.0  # of these, how many should be accepted by the calibration
     foreseen: float = 4.0  # fading sums: rows that should have been accepted, and were
@@ -88,6 +94,9 @@ class AutoLength(DraftController):
         self._drafters: dict[str, _Drafter] = {}
         self._requests: dict[int, _Request] = {}
         self._choices: dict[str, Choice] = {}
+        self._facts: list[object] = []  # what the decision in force was made from
+        self._wishes: list[Wish] = []
+        self._decision = Decision((), 0.0, 1.0)
         self._context = 1.0  # tokens of a sequence, on average
         self._token_seconds = 0.0  # plain decoding's, under the load of this step
         self._speed = Speed()
@@ -103,21 +112,27 @@ class AutoLength(DraftController):
         if not spans:
             return []
         requests = [self._request(span.seq) for span in spans]
-        context = sum(len(span.seq) for span in spans) / len(spans)
+        context = self.costs.banded(sum(len(span.seq) for span in spans) / len(spans))
         own_rows = sum(span.n_new for span in spans)
 
         def seconds(n: float) -> float:
             return self.costs.step(n, context)
 
-        wishes = [self._wish(request, span.budget) for request, span in zip(requests, spans, strict=True)]
-        decision = best_budgets(wishes, own_rows, len(spans), seconds, rows)
+        facts: list[object] = [rows, own_rows, context, self.costs.drawn]
+        for request, span in zip(requests, spans, strict=True):
+            facts += (span.seq.id, request.news, request.on, span.budget)
+        if facts != self._facts:
+            self._facts = facts
+            self._wishes = [self._wish(request, span.budget) for request, span in zip(requests, spans, strict=True)]
+            self._decision = best_budgets(self._wishes, own_rows, len(spans), seconds, rows)
+        decision = self._decision
         self._token_seconds = 1 / decision.plain
         budgets = list(decision.budgets)
         left = rows - sum(budgets)
         for i, (request, span) in enumerate(zip(requests, spans, strict=True)):
             request.probing = False
             if request.on is not (budgets[i] > 0) and span.budget:
-                alone = best_budgets([wishes[i]], 1, 1, seconds, rows)
+                alone = best_budgets([self._wishes[i]], 1, 1, seconds, rows)
                 self._change(span.seq.id, request, budgets[i] > 0, TOO_BUSY if any(alone.budgets) else TOO_LITTLE)
             whole = self._drafters[request.drafter].whole
             probe = min(self.longest if whole else PROBE, span.budget, left)
@@ -234,12 +249,13 @@ class AutoLength(DraftController):
     def _wish(self, request: _Request, budget: int) -> Wish:
         drafter, depth = self._drafters[request.drafter], min(budget, self.longest)
         survival, presence = request.survival.estimate(depth)
-        count = RETURN if request.on is False else 1.0
+        survival, presence = survival[:depth], presence[:depth]
+        if request.on is False:
+            survival = [max(0.0, s - math.sqrt(s * (1 - s) / DOUBT)) for s in survival]
         if drafter.whole and depth:
-            each = count * sum(s * p for s, p in zip(survival[:depth], presence[:depth], strict=True)) / depth
+            each = sum(s * p for s, p in zip(survival, presence, strict=True)) / depth
             return Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope)
-        chances = [count * chance for chance in survival[:depth] if chance > FAINT]
-        return Wish(chances, presence, drafter.cost.base, drafter.cost.slope)
+        return Wish([chance for chance in survival if chance > FAINT], presence, drafter.cost.base, drafter.cost.slope)
 
     def _pay_in(self, request: _Request, most: float) -> None:
         """A step's share goes to the request's account, which holds a token's time or ``most`` seconds at most."""
@@ -258,6 +274,8 @@ class AutoLength(DraftController):
             return 0.0
         drafter = self._drafters[request.drafter]
         request.survival.add(request.asked, span.drafted, span.path)
+        request.drafts += 1
+        request.news += request.probing or request.drafts % NEWS == 0
         if request.confidence:
             drafter.calibration.add(request.confidence, span.path)
             request.foreseen += 0.03 * (4 - request.foreseen) + request.expected

@@ -88,8 +88,9 @@ class Costs:
         self.corrections = [1.0] * len(table.rows)
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
-        self._curve_context = -1
+        self._band = -1.0
         self._age = 0
+        self.drawn = 0  # changes with the curve
         self._seen = 0
 
     def forward(self, rows: float, context: float) -> float:
@@ -104,15 +105,21 @@ class Costs:
 
     def step(self, rows: float, context: float) -> float:
         """Seconds of a step of up to a few hundred rows, drafting excepted, by a curve that is drawn now and then."""
-        band = int(context) >> 6
-        if band != self._curve_context or self._age >= 32:
-            self._curve, self._curve_context, self._age = [], band, 0
+        band = self.banded(context)
+        if band != self._band or self._age >= 32:
+            self._curve, self._band, self._age = [], band, 0
+            self.drawn += 1
         whole = int(rows)
         while len(self._curve) < whole + 2:
             n = len(self._curve)
-            self._curve.append(self.forward(n, (band << 6) + 32) + self.other.at(n))
+            self._curve.append(self.forward(n, band) + self.other.at(n))
         low = self._curve[whole]
         return low + (self._curve[whole + 1] - low) * (rows - whole)
+
+    @staticmethod
+    def banded(context: float) -> float:
+        """The context that stands for all about as long."""
+        return (int(context) | 63) - 31.5
 
     def observe(self, rows: int, context: float, forward: float, other: float) -> None:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor

@@ -62,6 +62,7 @@ class Survival:
         survival, presence = self._known
         if len(survival) >= depth:
             return survival, presence
+        survival, presence = self._known = [], []
         counts, pull = self.counts, self._pull
         base = ([], []) if self._prior is None else self._prior.estimate(depth)
         chance = there = 1.0
@@ -78,9 +79,8 @@ class Survival:
                 likely = min(there, (counts.filled[i] + pull * likely) / (counts.asked[i] + pull))
             if self._prior is None and i and chance > 0:
                 step = guess / chance
-            if i == len(survival):
-                survival.append(guess)
-                presence.append(likely)
+            survival.append(guess)
+            presence.append(likely)
             chance, there = guess, likely
         return survival, presence
 

@@ -31,7 +31,7 @@ def cpu_pass(rows: int) -> float:
 
 @dataclass
 class Simulator:
-    """Runs ``n`` sequences forever; ``look_up`` and ``per_row`` are the drafter's seconds a draft and a row asked for."""
+    """Runs ``n`` sequences forever; ``look_up`` and ``per_row`` are the drafter's seconds a draft and a row."""
 
     controller: DraftController
     accept: Callable[[float], float]
