@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 ENOUGH = 60.0
-"""Steps of a drafter before its speed is believed."""
+"""Steps of a drafter before its speed is believed,"""
+TRIES = 4
+"""or this many requests, of however many steps."""
 EVERY = 20
 """Of so many requests one goes to another drafter than the best, in turn."""
 BETTER = 1.03
@@ -38,15 +41,18 @@ class Choice:
 
     def __init__(self) -> None:
         self.speeds: dict[str, Speed] = {}
+        self._tries: Counter[str] = Counter()
         self._best = ""
         self._asked = 0
 
     def choose(self, drafters: Sequence[str]) -> str:
         """One of ``drafters``: each is tried first, then the best serves."""
         speeds = {name: self.speeds.setdefault(name, Speed()) for name in drafters}
-        untried = [name for name in drafters if speeds[name].steps < ENOUGH]
+        untried = [name for name in drafters if speeds[name].steps < ENOUGH and self._tries[name] < TRIES]
         if untried:
-            return min(untried, key=lambda name: speeds[name].steps)
+            name = min(untried, key=lambda name: self._tries[name])
+            self._tries[name] += 1
+            return name
         if self._best not in speeds:
             self._best = drafters[0]
         fastest = max(drafters, key=lambda name: speeds[name].ratio)
