@@ -23,7 +23,7 @@ VLLM_KEYS: dict[str, tuple[Any, str]] = {
     "quantization": ("int8", "model"),
     "max_model_len": (100, "model"),
     "prompt_lookup_max": (5, "ngram"),
-    "prompt_lookup_min": (2, "ngram"),
+    "prompt_lookup_min": (1, "ngram"),
     "use_heterogeneous_vocab": (True, "model"),
     "num_speculative_tokens_per_batch_size": ([[1, 4, 5]], "ngram"),
     "suffix_decoding_max_tree_depth": (24, "suffix"),
