@@ -140,7 +140,7 @@ void quantize_case(Case& c) {
   float *x = c.floats(2 * k), *y = c.take<float>(k);
   const float infinity = from_bits(0x7f800000u), nan = from_bits(0x7fc00000u);
   const float special[] = {0.0f, -0.0f, 1e-38f, 1e-45f, 1e-31f, 127.0f, 63.5f, -0.5f, 0.5f, 1.5f, 3e38f};
-  for (int64_t i = 0; i < 32; i++) x[i] = static_cast<float>(i - 16) * (127.0f / 32.0f);  // ties
+  for (int64_t i = 0; i < 32; i++) x[i] = i ? static_cast<float>(i - 16) + 0.5f : 127.0f;  // ties
   for (int64_t i = 0; i < 11; i++) x[32 + i] = special[i];
   for (int64_t i = 0; i < 32; i++) x[64 + i] *= 1e-31f;
   x[128] = nan, x[161] = infinity, x[175] = -infinity;
@@ -157,15 +157,17 @@ void quantize_case(Case& c) {
 }
 
 void rows_case(Case& c) {
-  for (int64_t k : {7, 16, 33, 64, 100}) {
-    c.used = 0;
-    float *x = c.floats(k, 90.0f), *w = c.floats(k), *y = c.take<float>(k);
-    c.kernels.norm(x, w, 1e-5f, k, y);
-    c.put(y, k);
-    if (k > 16) x[3] = from_bits(0x7fc00000u), x[4] = from_bits(0x7f800000u), x[5] = from_bits(0xff800000u), x[6] = 0.0f, x[7] = -0.0f;
-    c.kernels.silu_mul(x, w, k, y);
-    c.put(y, k);
-  }
+  const float special[] = {from_bits(0x7fc00000u), from_bits(0x7f800000u), from_bits(0xff800000u), 0.0f, -0.0f, 87.0f, 88.0f, -88.0f, 1e30f};
+  for (int64_t k : {7, 16, 33, 64, 100, 576})
+    for (int again = 0; again < 8; again++) {
+      c.used = 0;
+      float *x = c.floats(k, 90.0f), *w = c.floats(k), *y = c.take<float>(k);
+      c.kernels.norm(x, w, 1e-5f, k, y);
+      c.put(y, k);
+      if (k > 16) std::memcpy(x + 3, special, sizeof(special));
+      c.kernels.silu_mul(x, w, k, y);
+      c.put(y, k);
+    }
   for (int64_t dim : {20, 64, 96, 128})
     for (bool normed : {false, true}) {
       c.used = 0;

@@ -2,7 +2,8 @@
 
 Compiles the extension's sources for Arm (all but the bindings, which want Python's headers), then runs every kernel of
 the sets ``portable`` and ``neon`` on an emulated processor, and ``portable`` on this machine: all must write the same
-bytes. A processor without the dot product instructions must refuse ``neon`` and run ``portable``. It says nothing of speed.
+bytes. A processor without the dot product instructions must refuse ``neon`` and run ``portable``. Nothing is timed: an
+emulator says nothing of speed.
 
 Usage: python scripts/emulate_arm.py
 """
@@ -56,11 +57,8 @@ def build(folder: Path) -> tuple[Path, Path]:
         zig("c++", *ARM, *flags, "-O1", "-c", source, "-o", folder / "unused.o")
     march = from_cmake(r"set\(dot_product -march=(.*)\)")[0]
     dot_product = "-mcpu=generic+" + march.replace("armv8.2-a", "v8_2a")  # zig's spelling
-    neon, portable, cases = (
-        NATIVE / "kernels_neon.cpp",
-        NATIVE / "kernels_portable.cpp",
-        ROOT / "scripts/emulate_arm.cpp",
-    )
+    neon, portable = NATIVE / "kernels_neon.cpp", NATIVE / "kernels_portable.cpp"
+    cases = ROOT / "scripts" / "emulate_arm.cpp"
     image, library = folder / "arm", folder / "here.so"
     own = ["-ffreestanding", "-fno-builtin"]
     for name, source, options in (
@@ -85,12 +83,10 @@ class Processor:
     def __init__(self, image: bytes, model: int) -> None:
         self.uc = Uc(UC_ARCH_ARM64, UC_MODE_ARM)
         self.uc.ctl_set_cpu_model(model)
-        (self.entry, headers), (size, count) = (
-            struct.unpack_from("<QQ", image, 24),
-            struct.unpack_from("<HH", image, 54),
-        )
+        self.entry, headers = struct.unpack_from("<QQ", image, 24)  # an ELF file
+        size, count = struct.unpack_from("<HH", image, 54)
         loads = [struct.unpack_from("<IIQQQQQ", image, headers + i * size) for i in range(count)]
-        loads = [h for h in loads if h[0] == 1]  # PT_LOAD
+        loads = [header for header in loads if header[0] == 1]  # PT_LOAD
         low = min(h[3] for h in loads) & -4096
         self.uc.mem_map(low, (max(h[3] + h[6] for h in loads) - low + 4095) & -4096)
         for _, _, offset, address, _, file_bytes, _ in loads:
