@@ -179,7 +179,7 @@ void rows_case(Case& c) {
 }
 
 void attention_case(Case& c, KVFormat f) {
-  constexpr int64_t slots = 200, kv_heads = 2, rows = 3;
+  constexpr int64_t slots = 200, kv_heads = 2, rows = 4;
   for (int64_t dim : {20, 64, 80, 96, 128})
     for (int64_t heads : {1, 3, 5}) {
       c.used = 0;
@@ -197,7 +197,7 @@ void attention_case(Case& c, KVFormat f) {
       }
       int32_t* list = c.take<int32_t>(slots);
       for (int64_t i = 0; i < slots; i++) list[i] = static_cast<int32_t>(i / 8 * 8 + (i * 3) % 8);
-      const SeenRow seen[rows] = {{list, 0, 130}, {list, 70, 131}, {list, 5, 190}};
+      const SeenRow seen[rows] = {{list, 0, 130}, {list, 70, 131}, {list, 5, 190}, {list, 5, 190}};
       float* q = c.take<float>(rows * heads * padded);
       for (int64_t i = 0; i < rows * heads * padded; i++) q[i] = i % padded < dim ? c.number(2.0f) : 0.0f;
       float* scratch = c.take<float>(attend_scratch(rows * heads, padded));
