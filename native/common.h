@@ -146,5 +146,6 @@ const Kernels* kernels_avx2_vnni();
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx512_vnni();
 const Kernels* kernels_avx512_amx();
+const Kernels* kernels_neon();
 
 }  // namespace outrider

@@ -3,6 +3,9 @@
 #ifdef OUTRIDER_X86
 #include <cpuid.h>
 #endif
+#if defined(OUTRIDER_NEON) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
 #ifdef OUTRIDER_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -33,6 +36,19 @@ bool may_use_amx() {
 }
 #endif
 
+#ifdef OUTRIDER_NEON
+bool has_dot_product() {
+#ifdef __linux__
+  constexpr unsigned long asimddp = 1ul << 20;  // HWCAP_ASIMDDP, which older headers lack
+  return getauxval(AT_HWCAP) & asimddp;
+#elif defined(__APPLE__)
+  return true;  // from the M1 on
+#else
+  return false;
+#endif
+}
+#endif
+
 std::vector<const Kernels*> detect() {
   std::vector<const Kernels*> found;
 #ifdef OUTRIDER_X86
@@ -51,6 +67,9 @@ std::vector<const Kernels*> detect() {
   if (avx2 && has_avx_vnni()) found.push_back(kernels_avx2_vnni());
 #endif
   if (avx2) found.push_back(kernels_avx2());  // every machine with AVX2 has F16C
+#endif
+#ifdef OUTRIDER_NEON
+  if (has_dot_product()) found.push_back(kernels_neon());
 #endif
   found.push_back(kernels_portable());
   return found;

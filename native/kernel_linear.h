@@ -53,13 +53,15 @@ void integer_tile(const uint8_t* w, int64_t groups, const Acts& a, int64_t at, c
   const float* scale = a.scale + at;
   const float* shift = a.shift + at;
   const int32_t* start = (T == Format::q4 ? a.start8 : a.start128) + at;
+  // Nothing to undo where nibbles stand for themselves, or where bytes() has taken the codes' offset away.
+  constexpr bool from_zero = T == Format::q4m || (T != Format::q4 && V::signed_bytes);
   V::F sum[R];
   for (int r = 0; r < R; r++) sum[r] = V::set(0.0f);
   for (int64_t g = 0; g < groups; g++, w += stride, q += R * kGroup, scale += R, shift += R, start += R) {
     // The processor's own look-ahead ends with each 4 KiB; a weight that comes from memory needs a longer one.
     for (int64_t i = 0; i < stride; i += 64) __builtin_prefetch(w + kAhead + i);
     V::I acc[R];
-    for (int r = 0; r < R; r++) acc[r] = V::set_i(T == Format::q4m ? 0 : start[r]);
+    for (int r = 0; r < R; r++) acc[r] = V::set_i(from_zero ? 0 : start[r]);
     if constexpr (T == Format::q4m || T == Format::q4) {
 #pragma GCC unroll 4
       for (int j = 0; j < 4; j++) {

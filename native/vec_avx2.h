@@ -14,6 +14,7 @@ namespace {
 
 struct V {
   static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  static constexpr bool signed_bytes = false;
   struct F {
     __m256 a, b;
   };

@@ -14,6 +14,7 @@ namespace {
 
 struct V {
   static constexpr int tile = 12, dense_tile = 4, value_chunk = 4;
+  static constexpr bool signed_bytes = false;
   using F = __m512;
   using I = __m512i;
 

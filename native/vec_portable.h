@@ -12,6 +12,7 @@ namespace {
 
 struct V {
   static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  static constexpr bool signed_bytes = false;
   struct F {
     float v[16];
   };
@@ -124,6 +125,7 @@ struct V {
   static F to_f(const I& a) {
     return each([&](int i) { return static_cast<float>(a.v[i]); });
   }
+  // 64 codes; less 128 each where V::signed_bytes says so
   static W bytes(const uint8_t* p) {
     W w;
     std::memcpy(w.v, p, 64);
