@@ -1,0 +1,123 @@
+"""The cost model: the table's lines, what it learns, and the file it is kept in."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from outrider.models.load import LoadStep
+from outrider.runtime.runner import Runner
+from outrider.spec import warmup
+from outrider.spec.costs import Costs, CostTable, Line
+from tests.spec.simulator import cpu_pass, table_of
+from tests.toy import toy_model
+
+TABLE = CostTable((1, 2, 4), (1.0, 2.0, 3.0), (0.01, 0.02, 0.04), 100)
+
+
+def test_the_table_goes_in_straight_lines() -> None:
+    assert [TABLE.at(n, 100) for n in (1, 2, 3, 4, 6)] == [1.0, 2.0, 2.5, 3.0, 4.0]
+    assert TABLE.at(1, 200) == pytest.approx(2.0)
+    assert TABLE.at(3, 200) == pytest.approx(2.5 + 3.0)
+    assert TABLE.at(1.5, 50) == pytest.approx(1.5 - 0.75)
+    assert CostTable((1,), (2.0,), (0.0,), 1).at(9, 5) == 2.0
+
+
+def test_it_learns_a_slow_hour_and_one_number_of_rows() -> None:
+    """All passes take three times as long as measured; passes of eight rows half as long again."""
+    costs, source = Costs(table_of(cpu_pass)), random.Random(0)
+    for _ in range(3000):
+        rows = source.choice((1, 3, 8))
+        factor = 3.0 * (1.5 if rows == 8 else 1.0) * source.gauss(1, 0.05)
+        costs.observe(rows, 64, cpu_pass(rows) * factor, 1e-4)
+    for rows, factor in ((1, 3.0), (3, 3.0), (8, 4.5)):
+        assert costs.forward(rows, 64) == pytest.approx(cpu_pass(rows) * factor, rel=0.05)
+        assert costs.step(rows, 64) == pytest.approx(cpu_pass(rows) * factor + 1e-4, rel=0.06)
+
+
+def test_a_slow_hour_that_is_only_seen_with_drafts_is_not_blamed_on_them() -> None:
+    costs = Costs(table_of(cpu_pass))
+    for _ in range(300):
+        costs.observe(8, 64, cpu_pass(8) * 2, 0.0)
+    assert costs.forward(8, 64) == pytest.approx(cpu_pass(8) * 2, rel=0.02)
+    assert costs.forward(1, 64) == pytest.approx(cpu_pass(1) * 2, rel=0.2), "plain steps were slower too"
+
+
+def test_a_paused_process_does_not_count_for_much() -> None:
+    costs = Costs(table_of(cpu_pass))
+    for _ in range(50):
+        costs.observe(1, 64, cpu_pass(1), 1e-4)
+    before = costs.step(1, 64)
+    costs.observe(1, 64, 60.0, 60.0)
+    assert costs.forward(1, 64) < 1.2 * before
+
+
+def test_a_line_tells_what_a_call_costs_from_what_a_row_costs() -> None:
+    line, source = Line(100), random.Random(0)
+    for _ in range(500):
+        x = source.choice((2, 3, 5))
+        line.add(x, 2.0 + 0.5 * x)
+    assert (line.base, line.slope) == pytest.approx((2.0, 0.5), abs=0.2)
+    assert line.at(4) == pytest.approx(4.0, abs=0.1)
+    constant = Line(100)
+    for _ in range(50):
+        constant.add(4, 2.0)
+    assert (constant.base, constant.slope) == pytest.approx((0.0, 0.5)), "no spread: in proportion"
+
+
+@pytest.fixture
+def toy() -> tuple[object, Runner]:
+    model = toy_model()
+    return model, Runner(model.decoder, 64, 4)
+
+
+def test_measuring_takes_every_number_of_rows_and_stops_in_time(toy: tuple[object, Runner]) -> None:
+    """With a scripted clock: each pass takes a hundredth of a second a row, one of them is disturbed."""
+    _, runner = toy
+    now, told = [0.0], []
+    real = runner.forward
+
+    def forward(spans, layers=()):  # type: ignore[no-untyped-def]
+        now[0] += 1e-4 * spans[0].n_rows + 1e-6 * len(spans[0].seq) + (5.0 if len(told) == 30 else 0.0)
+        return real(spans, layers)
+
+    runner.forward = forward  # type: ignore[method-assign]
+    table = warmup.measure(runner, 256, lambda done, of: told.append((done, of)), lambda: now[0])
+    assert table.rows == warmup.ROWS
+    assert table.seconds == pytest.approx([1e-4 * n + 1e-6 * table.context for n in table.rows])
+    assert table.per_token == pytest.approx([1e-6] * len(table.rows))
+    assert told[-1][0] == told[-1][1]
+    now[0], runner.forward = 0.0, lambda spans, layers=(): now.__setitem__(0, now[0] + 10.0)  # type: ignore
+    slow = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    assert slow.rows == warmup.ROWS[: len(warmup.FEW_ROWS)], "a slow model is measured at few numbers of rows"
+
+
+def test_the_table_is_kept_and_damaged_files_are_not_believed(
+    toy: tuple[object, Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, runner = toy
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    steps: list[LoadStep] = []
+    table = warmup.cost_table(model, runner, 256, steps.append)  # type: ignore[arg-type]
+    assert steps[-1].layer == steps[-1].layers > 0
+    (file,) = (tmp_path / "costs").iterdir()
+    monkeypatch.setattr(warmup, "measure", lambda *_: pytest.fail("it was measured twice"))
+    assert warmup.cost_table(model, runner, 256) == table  # type: ignore[arg-type]
+    monkeypatch.setattr(warmup, "measure", lambda *_: TABLE)
+    good = json.loads(file.read_text())
+    for damage in (
+        "",
+        "[]",
+        json.dumps({**good, "seconds": [0] * len(good["rows"])}),
+        json.dumps({"key": good["key"]}),
+    ):
+        file.write_text(damage)
+        caplog.clear()
+        assert warmup.cost_table(model, runner, 256) == TABLE  # type: ignore[arg-type]
+        assert "measured anew" in caplog.text
+    other = Runner(model.decoder, 64, 4, "int8")  # type: ignore[attr-defined]
+    warmup.cost_table(model, other, 256)  # type: ignore[arg-type]
+    assert len(list((tmp_path / "costs").iterdir())) == 2, "another way to store KV has other costs"

@@ -1,0 +1,120 @@
+"""The decision: against every other choice of budgets, the published check, and curves that are not convex."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from outrider.spec.goodput import Wish, best_budgets
+
+
+def goodput(
+    wishes: Sequence[Wish], budgets: Sequence[int], rows: int, tokens: float, seconds: Callable[[float], float]
+) -> float:
+    """Tokens a second of any budgets, for drafters that fill every row."""
+    gain = sum(sum(wish.survival[:g]) for wish, g in zip(wishes, budgets, strict=True))
+    drafting = sum((wish.first + wish.each * g) if g else 0 for wish, g in zip(wishes, budgets, strict=True))
+    return (tokens + gain) / (seconds(rows + sum(budgets)) + drafting)
+
+
+def chances(draw_from: list[float]) -> list[float]:
+    """A survival curve from acceptances: their running product."""
+    return list(itertools.accumulate(draw_from, lambda a, b: a * b))
+
+
+curves = st.lists(st.lists(st.floats(0, 1), max_size=4).map(chances), min_size=1, max_size=3)
+jumps = st.lists(st.floats(0, 2), min_size=16, max_size=16)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(curves, jumps, st.floats(0, 0.5), st.integers(0, 14))
+def test_no_other_budgets_are_better(survival: list[list[float]], steps: list[float], each: float, room: int) -> None:
+    """Any curve of times by rows, with flat stretches and jumps: the best prefix is the best of all."""
+    times = [1.0, *itertools.accumulate(steps, initial=1.0)]
+
+    def seconds(rows: float) -> float:
+        return times[int(rows)]
+
+    wishes = [Wish(curve, [1.0] * len(curve), 0.0, each) for curve in survival]
+    chosen = best_budgets(wishes, len(wishes), len(wishes), seconds, room)
+    every = itertools.product(*(range(len(curve) + 1) for curve in survival))
+    rates = [goodput(wishes, b, len(wishes), len(wishes), seconds) for b in every if sum(b) <= room]
+    assert sum(chosen.budgets) <= room
+    assert chosen.goodput == pytest.approx(max(rates), rel=1e-9)
+    assert goodput(wishes, chosen.budgets, len(wishes), len(wishes), seconds) == pytest.approx(max(rates), rel=1e-9)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=200)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=6).map(chances), st.floats(0, 1), st.floats(0, 1))
+def test_a_draft_that_is_not_always_there_costs_its_rows_only_then(
+    curve: list[float], there: float, first: float
+) -> None:
+    """One sequence: exact for a drafter that fills all its rows or none."""
+    times = [0, 1.0, 1.5, 1.5, 1.7, 3.0, 3.1, 3.2, 3.3]
+
+    def seconds(rows: float) -> float:
+        return times[int(rows)]
+
+    rates = [1.0]
+    for g in range(1, len(curve) + 1):
+        mean = there * times[1 + g] + (1 - there) * times[1] + first
+        rates.append((1 + there * sum(curve[:g])) / mean)
+    chosen = best_budgets([Wish(curve, [there] * len(curve), first)], 1, 1, seconds, 99)
+    assert chosen.goodput == pytest.approx(max(rates))
+    assert rates[chosen.budgets[0]] == pytest.approx(max(rates))
+
+
+def test_goodput_may_fall_before_it_rises() -> None:
+    """Two rows cost as much as five: one draft row does not pay, four do."""
+    decision = best_budgets([Wish([0.8, 0.7, 0.6, 0.5], [1.0] * 4)], 1, 1, lambda n: 1.0 if n <= 1 else 2.0, 9)
+    assert decision.budgets == (4,)
+    assert decision.goodput == pytest.approx(3.6 / 2)
+    assert best_budgets([Wish([0.8], [1.0])], 1, 1, lambda n: 1.0 if n <= 1 else 2.0, 9).budgets == (0,)
+
+
+def test_nothing_is_asked_of_a_drafter_whose_call_costs_more_than_it_brings() -> None:
+    wish = Wish([0.5, 0.25], [1.0, 1.0], first=0.8)
+    assert best_budgets([wish], 1, 1, lambda n: 1.0, 9).budgets == (0,)
+    assert best_budgets([Wish([0.5, 0.25], [1.0, 1.0], first=0.7)], 1, 1, lambda n: 1.0, 9).budgets == (2,)
+    assert best_budgets([], 0, 0, lambda n: 1.0, 9).budgets == ()
+
+
+@pytest.mark.parametrize(
+    ("a", "c", "best", "speedup"), [(0.7, 0.1, 4, 1.98), (0.8, 0.02, 11, 3.82), (0.9, 0.3, 5, 1.87)]
+)
+def test_the_known_best_lengths_of_a_constant_acceptance(a: float, c: float, best: int, speedup: float) -> None:
+    """Leviathan et al.'s formula where rows cost nothing and a draft token costs c passes."""
+    wish = Wish([a ** (i + 1) for i in range(30)], [1.0] * 30, 0.0, c)
+    decision = best_budgets([wish], 1, 1, lambda n: 1.0, 30)
+    assert decision.budgets == (best,)
+    assert decision.goodput / decision.plain == pytest.approx(speedup, abs=0.005)
+
+
+PUBLISHED = (0.681, 0.391, 0.204, 0.101, 0.051)
+"""Cumulative acceptance by depth, of an engine whose speed-ups were 1.49, 1.68, 1.53 for 1, 3, 5 drafts at batch 1, and
+0.90, 0.79, 0.61 at batch 256."""
+
+
+def fitted(batch: int, measured: dict[int, float]) -> Callable[[float], float]:
+    """The times (plain step = 1) which the published speed-ups imply, in straight lines between them."""
+    points = [(batch, 1.0)] + [(batch * (1 + g), (1 + sum(PUBLISHED[:g])) / s) for g, s in measured.items()]
+
+    def seconds(rows: float) -> float:
+        for (low, before), (high, after) in itertools.pairwise(points):
+            if rows <= high:
+                return before + (after - before) * (rows - low) / (high - low)
+        return points[-1][1]
+
+    return seconds
+
+
+def test_the_published_check_the_best_length_falls_to_zero_with_load() -> None:
+    alone = best_budgets([Wish(PUBLISHED, [1.0] * 5)], 1, 1, fitted(1, {1: 1.49, 3: 1.68, 5: 1.53}), 99)
+    assert alone.budgets == (3,)
+    assert alone.goodput / alone.plain == pytest.approx(1.68)
+    busy = [Wish(PUBLISHED, [1.0] * 5)] * 256
+    assert set(best_budgets(busy, 256, 256, fitted(256, {1: 0.9, 3: 0.79, 5: 0.61}), 9999).budgets) == {0}
