@@ -28,14 +28,25 @@ class Sample:
     drafts: int = 0
     drafted: int = 0
     accepted: tuple[int, ...] = ()  # by position in the draft
+    earned: float = 0.0  # seconds of plain decoding, by the controller's estimate; its tokens took ``spent`` seconds
+    spent: float = 0.0
 
     @staticmethod
     def of(engine: Engine) -> Sample:
         metrics = engine.metrics
         spec = SpecStats.total(metrics.spec.values())
         seconds = sum(metrics.seconds.values())
-        accepted = tuple(spec.accepted_per_position)
-        return Sample(seconds, metrics.generated_tokens, spec.steps, spec.drafts, spec.drafted, accepted)
+        accepted, told = tuple(spec.accepted_per_position), engine.controller.status
+        return Sample(
+            seconds,
+            metrics.generated_tokens,
+            spec.steps,
+            spec.drafts,
+            spec.drafted,
+            accepted,
+            told.earned,
+            told.spent,
+        )
 
 
 class Live:
@@ -50,7 +61,8 @@ class Live:
     def lately(self, engine: Engine) -> dict[str, Any]:
         """Rates since the newest sample that is at least ``WINDOW`` seconds of work old, or the oldest there is.
 
-        ``acceptance_by_position[j]`` is the share of drafts whose token j + 1 was accepted, short drafts included.
+        ``plain_tokens_per_second`` is what plain decoding would have given in the same time, by the controller's
+        estimate; null where it makes none. ``acceptance_by_position[j]`` is the share of drafts whose token j + 1 was accepted, short drafts included.
         """
         now, samples = Sample.of(engine), self._samples
         while len(samples) > 1 and now.seconds - samples[1].seconds >= WINDOW:
@@ -61,10 +73,13 @@ class Live:
         seconds, steps, drafts = now.seconds - then.seconds, now.steps - then.steps, now.drafts - then.drafts
         gained = [after - before for after, before in zip_longest(now.accepted, then.accepted, fillvalue=0)]
         tokens, drafted = now.tokens - then.tokens, now.drafted - then.drafted
+        spent, earned = now.spent - then.spent, now.earned - then.earned
+        plain_seconds = seconds + earned - spent if spent or not drafted else 0.0
         return {
             "seconds": seconds,
             "generated_tokens": tokens,
             "tokens_per_second": tokens / seconds if seconds > 0 else 0.0,
+            "plain_tokens_per_second": tokens / plain_seconds if plain_seconds > 0 else None,
             "tokens_per_step": tokens / steps if steps else 0.0,
             "drafts": drafts,
             "acceptance_rate": sum(gained) / drafted if drafted else 0.0,
@@ -73,10 +88,8 @@ class Live:
 
 
 def status(service: Service, live: Live, engine: Engine) -> dict[str, Any]:
-    """Read on the engine's thread. ``plain_tokens_per_second`` is the controller's estimate of what plain decoding
-    would give; null where it makes none."""
-    lately, spec, blocks = live.lately(engine), engine.controller.status, engine.blocks
-    estimated = spec.draft_length == 0 or bool(spec.survival)
+    """Read on the engine's thread."""
+    spec, blocks = engine.controller.status, engine.blocks
     return {
         "model": service.name,
         "version": __version__,
@@ -89,9 +102,6 @@ def status(service: Service, live: Live, engine: Engine) -> dict[str, Any]:
             "reason": spec.reason,
             "drafter": spec.drafter or next(iter(engine.proposers)),
             "draft_length": spec.draft_length,
-            "speedup": spec.speedup if estimated else None,
         },
-        "lately": lately | {
-            "plain_tokens_per_second": lately["tokens_per_second"] / spec.speedup if estimated else None,
-        },
+        "lately": live.lately(engine),
     }

@@ -95,7 +95,7 @@ function summary(answer) {
   if (tokens > firstTokens && seconds > 0) said.push(`${number((tokens - firstTokens) / seconds)} tokens/s`);
   said.push(`first after ${((first - begun) / 1000).toFixed(2)} s`);
   if (stats.num_draft_tokens) {
-    said.push(`${percent(stats.num_accepted_draft_tokens / Math.max(tokens, 1))} drafted`);
+    said.push(`${percent(stats.num_accepted_draft_tokens / Math.max(tokens, 1))} from drafts`);
     said.push(`${stats.num_accepted_draft_tokens} of ${stats.num_draft_tokens} draft tokens accepted`);
   }
   if (answer.reason === "length") said.push("cut off at the limit");
@@ -190,17 +190,18 @@ function show(now) {
   const speed = lately.tokens_per_second, plain = lately.plain_tokens_per_second, worked = lately.seconds > 0;
   $("model").textContent = now.model;
   $("speed").textContent = worked ? number(speed) : "–";
-  $("plain").textContent = worked && plain !== null ? number(plain) : "–";
+  $("plain").textContent = plain ? number(plain) : "–";
   const most = Math.max(speed, plain ?? 0) || 1;
   $("speed-bar").style.width = `${75 * speed / most}%`;
   $("plain-bar").style.width = `${75 * (plain ?? 0) / most}%`;
-  const gain = spec.speedup === null ? "" : `${spec.speedup.toFixed(2)}× plain decoding`;
-  $("gain").textContent = gain ? `Estimated ${gain}.` : "No estimate of plain decoding: the draft length is fixed.";
+  const gain = plain ? `${(speed / plain).toFixed(2)}× plain` : "";
+  $("gain").textContent = gain ? `${gain} decoding, by estimate` : worked ? "plain decoding is not estimated" : "";
   $("length").textContent = spec.draft_length.toFixed(1);
   $("per-step").textContent = lately.tokens_per_step ? lately.tokens_per_step.toFixed(2) : "–";
   tile("running", now.running, now.waiting ? `+ ${now.waiting} waiting` : "");
   tile("kv", percent(kv.used / kv.total), `of ${(kv.total * kv.size).toLocaleString("en")}`);
-  $("reason").textContent = `${spec.on ? "On" : "Off"}: ${spec.drafter}, ${spec.reason}.`;
+  const why = spec.on && plain ? "" : `: ${spec.reason}`; // else the bars say it
+  $("reason").textContent = `drafter ${spec.drafter} is ${spec.on ? "on" : "off"}${why}`;
   $("headline").textContent = worked ? [`${number(speed)} tokens/s`, gain].filter(Boolean).join(" · ") : "";
   chart(lately.acceptance_by_position.slice(0, MOST_BARS));
 }
@@ -251,6 +252,7 @@ async function poll() {
   setTimeout(poll, POLL_MS);
 }
 
+$("live").addEventListener("toggle", () => { $("log").scrollTop = $("log").scrollHeight; });
 $("live").open = !matchMedia("(max-width: 60rem)").matches;
-$("prompt").focus();
+if ($("live").open) $("prompt").focus(); // on a phone that would bring up the keyboard
 poll();
