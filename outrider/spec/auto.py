@@ -31,9 +31,12 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-DOUBT = 64.0
-"""Chances of a request without drafts count by a standard error of so many drafts less: it must be clearly better to
-come back, and noise alone does not bring it."""
+MEMORY = 100
+"""Drafts that an estimate of one request looks back on."""
+DOUBT = 0.5
+"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
+GRANT = 0.5
+"""What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
 FAINT = 0.02
 """A row that is less likely to be accepted than this is never asked for."""
 NEWS = 4
@@ -143,12 +146,12 @@ class AutoLength(DraftController):
                 if request.account >= cost:
                     budgets[i], request.probing = probe, True
                     left -= probe
-            elif budgets[i] and left > 0 and budgets[i] < min(span.budget, self.longest):
-                # One row more, to know what it would bring.
+            elif budgets[i]:
+                # One row more now and then, to know what it would bring. Half of the account is left for ``trim``.
                 n, line = own_rows + sum(budgets), self._drafters[request.drafter].cost
                 cost = line.slope + max(0.0, seconds(n + 1) - seconds(n))
-                self._pay_in(request, cost)
-                if request.account >= cost:
+                self._pay_in(request, 2 * cost)
+                if request.account >= 2 * cost and left > 0 and budgets[i] < min(span.budget, self.longest):
                     request.account -= cost
                     budgets[i] += 1
                     left -= 1
@@ -252,8 +255,9 @@ class AutoLength(DraftController):
         request = self._requests.get(seq.id)
         if request is None or request.drafter != name:
             drafter = self._drafters.setdefault(name, _Drafter())
-            survival = Survival(memory=60, pull=6, prior=drafter.survival)
+            survival = Survival(memory=MEMORY, pull=6, prior=drafter.survival)
             request = self._requests[seq.id] = _Request(name, survival, _kind(seq.params))
+            request.account = GRANT * self._token_seconds
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
         return request
@@ -262,8 +266,8 @@ class AutoLength(DraftController):
         drafter, depth = self._drafters[request.drafter], min(budget, self.longest)
         survival, presence = request.survival.estimate(depth)
         survival, presence = survival[:depth], presence[:depth]
-        if request.on is False:
-            survival = [max(0.0, s - math.sqrt(s * (1 - s) / DOUBT)) for s in survival]
+        doubt = 0.0 if request.on is None else DOUBT if request.on else -DOUBT
+        survival = [s + doubt * math.sqrt(s * (1 - s) / (2 * MEMORY)) for s in survival]
         if drafter.whole and depth:
             each = sum(s * p for s, p in zip(survival, presence, strict=True)) / depth
             return Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope)

@@ -17,7 +17,7 @@ BETTER = 1.03
 class Speed:
     """Plain decoding's seconds for the tokens that came out, over the seconds that were spent; both fade."""
 
-    memory: float = 300.0
+    memory: float = 150.0
     earned: float = 0.0
     spent: float = 0.0
     steps: float = 0.0

@@ -43,6 +43,8 @@ class Simulator:
     noise: float = 0.05
     max_draft: int = 256
     seed: int = 0
+    drafter: str = "scripted"
+    first_id: int = 0
     now: float = 0.0
     tokens: int = 0
     steps: int = 0
@@ -50,8 +52,11 @@ class Simulator:
 
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
-        spec = SpecParams(drafter="scripted")
-        self.sequences = [Sequence(i, [1] * 64, 64, SamplingParams(temperature=0), spec, seed=i) for i in range(self.n)]
+        spec = SpecParams(drafter=self.drafter)
+        self.sequences = [
+            Sequence(self.first_id + i, [1] * 64, 64, SamplingParams(temperature=0), spec, seed=i)
+            for i in range(self.n)
+        ]
 
     def run(self, seconds: float) -> float:
         """Runs for so many simulated seconds; returns the tokens a second in them."""
@@ -80,7 +85,7 @@ class Simulator:
             rows = len(span.draft)
             depths = tuple(range(1, rows + 1))
             path = tuple(range(right))
-            records.append(SpanRecord(span.seq.id, "scripted", 1 + rows, rows, depths, right, right + 1, path=path))
+            records.append(SpanRecord(span.seq.id, self.drafter, 1 + rows, rows, depths, right, right + 1, path=path))
         n_rows = sum(record.rows for record in records)
         wobble = self.random.gauss(1.0, self.noise) if self.noise else 1.0
         forward = self.pass_seconds(n_rows) * max(0.5, wobble)
@@ -100,6 +105,6 @@ class Simulator:
                 preempted=0,
                 running=self.n,
                 waiting=0,
-                draft_seconds={"scripted": drafting} if drafting else {},
+                draft_seconds={self.drafter: drafting} if drafting else {},
             )
         )

@@ -1,0 +1,208 @@
+"""The controller on a scripted engine: it finds the best length, gives up and comes back, and does not dither."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+
+from outrider.core.dist import Dist
+from outrider.core.draft import Draft
+from outrider.core.params import SamplingParams, SpecParams
+from outrider.core.types import Sequence, Span, SpanRecord, StepRecord, StepTimes
+from outrider.spec.auto import TOO_BUSY, TOO_LITTLE, AutoLength
+from outrider.spec.choice import EVERY
+from outrider.spec.costs import Costs
+from tests.spec.simulator import Simulator, cpu_pass, table_of
+
+OTHER = 0.12e-3
+"""Seconds of a simulated step outside of passes and drafts."""
+
+
+def auto(told: list[str] | None = None) -> AutoLength:
+    return AutoLength(Costs(table_of(cpu_pass)), on_change=(told if told is not None else []).append)
+
+
+def fixed(acceptance: float, presence: float, gamma: int, look_up: float, per_row: float) -> float:
+    """Tokens a second of a fixed draft length at batch 1, exactly."""
+    tokens = 1 + presence * sum(acceptance**i for i in range(1, gamma + 1))
+    drafting = look_up + per_row * gamma if gamma else 0.0
+    return tokens / (OTHER + drafting + presence * cpu_pass(1 + gamma) + (1 - presence) * cpu_pass(1))
+
+
+DRAFTERS = {
+    "a look-up that often finds nothing": (0.7, 0.5, 0.1e-3, 0.0),
+    "a look-up in a copy": (0.9, 1.0, 0.1e-3, 0.0),
+    "a model": (0.8, 1.0, 0.0, 0.6e-3),
+    "a model that hardly pays": (0.55, 1.0, 0.0, 0.6e-3),
+    "a bad look-up": (0.1, 0.3, 0.1e-3, 0.0),
+    "a useless one": (0.0, 1.0, 0.1e-3, 0.0),
+    "a bad model": (0.3, 1.0, 0.0, 0.6e-3),
+}
+
+
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_it_is_as_fast_as_the_best_fixed_length_and_knows_it(drafter: str) -> None:
+    acceptance, presence, look_up, per_row = DRAFTERS[drafter]
+    rates = [fixed(acceptance, presence, gamma, look_up, per_row) for gamma in range(20)]
+    controller = auto()
+    run = Simulator(controller, lambda _: acceptance, presence=lambda _: presence, look_up=look_up, per_row=per_row)
+    run.run(3)
+    rate = run.run(8)
+    assert rate > 0.98 * max(rates) - 0.01 * rates[0], "noise of a short run apart"
+    assert rate > 0.99 * rates[0], "probes cost too much"
+    assert controller.status.speedup == pytest.approx(rate / rates[0], rel=0.1)
+    assert controller.status.on is (max(rates) > 1.02 * rates[0])
+
+
+def test_several_at_once_know_their_speed_too() -> None:
+    controller = auto()
+    run = Simulator(controller, lambda _: 0.9, n=8)
+    run.run(2)
+    rate = run.run(3)
+    plain = 8 / (OTHER + cpu_pass(8))
+    assert rate > 1.2 * plain
+    assert controller.status.speedup == pytest.approx(rate / plain, rel=0.1)
+
+
+def budget_is(run: Simulator, on: bool, within: float) -> bool:
+    """Whether the controller settles on drafting, or on not drafting, in so many simulated seconds."""
+    controller, begin = run.controller, run.now
+    while run.now < begin + within:
+        run.run(0.05)
+        if controller.status.on is on:
+            return True
+    return False
+
+
+@pytest.mark.parametrize("look_up", [True, False])
+def test_a_shift_of_the_text_turns_it_off_within_two_seconds_and_on_within_five(look_up: bool) -> None:
+    told: list[str] = []
+    controller = auto(told)
+    right = {"chance": 0.9}
+    costs = {"look_up": 0.1e-3} if look_up else {"look_up": 0.0, "per_row": 0.4e-3}
+    run = Simulator(controller, lambda _: right["chance"], **costs)
+    for _ in range(3):
+        run.run(4)
+        assert controller.status.on
+        right["chance"] = 0.02
+        assert budget_is(run, False, 2.0)
+        assert controller.status.reason == TOO_LITTLE
+        assert controller.status.changed is not None
+        run.run(6)
+        assert not controller.status.on
+        right["chance"] = 0.9
+        assert budget_is(run, True, 5.0)
+    assert len(told) == controller.changes == 6, "one line a change of mind"
+    assert ["off" in line for line in told] == [True, False] * 3
+
+
+@pytest.mark.parametrize("acceptance", [0.15, 0.2, 0.25, 0.3, 0.35])
+def test_it_does_not_dither_where_drafting_hardly_matters(acceptance: float) -> None:
+    controller = auto()
+    run = Simulator(controller, lambda _: acceptance, presence=lambda _: 0.5, seed=3)
+    rate = run.run(20)
+    assert controller.changes <= 6
+    assert rate > 0.985 * max(fixed(acceptance, 0.5, gamma, 0.1e-3, 0.0) for gamma in range(8))
+
+
+def test_a_load_stops_it_and_it_comes_back_when_the_load_is_gone() -> None:
+    controller = auto()
+    alone = Simulator(controller, lambda _: 0.7)
+    alone.run(2)
+    assert controller.status.on
+    busy = Simulator(controller, lambda _: 0.7, n=32)
+    rate = busy.run(8)
+    assert rate > 0.98 * 32 / (OTHER + cpu_pass(32))
+    busy.run(1)
+    assert sum(sum(budgets) for _, budgets in busy.budgets[-50:]) < 50 * 32 * 0.1
+    assert not controller.status.on
+    assert controller.status.reason == TOO_BUSY
+    alone.run(2)
+    assert controller.status.on
+
+
+def test_nothing_is_asked_beyond_the_limits_and_zero_says_why() -> None:
+    controller = auto()
+    run = Simulator(controller, lambda _: 0.95, max_draft=2)
+    run.run(1)
+    assert {sum(budgets) for _, budgets in run.budgets} <= {0, 1, 2}
+    params = SamplingParams(temperature=0)
+    seqs = [Sequence(i, [1] * 64, 64, params, SpecParams(drafter="scripted"), seed=0) for i in range(3)]
+    spans = [Span(seq, 63, 1, budget) for seq, budget in zip(seqs, (9, 0, 9), strict=True)]
+    assert controller.budgets(spans, 5)[1] == 0
+    assert sum(controller.budgets(spans, 5)) <= 5
+    assert controller.budgets(spans, 0) == [0, 0, 0]
+    assert spans[0].draft.reason
+    assert controller.budgets([], 5) == []
+    useless = Simulator(auto(), lambda _: 0.0)
+    useless.run(2)
+    assert useless.controller.status.reason == TOO_LITTLE
+
+
+def record_of(span: Span, path: tuple[int, ...]) -> StepRecord:
+    n = len(span.draft)
+    record = SpanRecord(span.seq.id, "look", 1 + n, n, span.draft.depths, len(path), 1 + len(path), path=path)
+    times = StepTimes(1e-5, 1e-4, cpu_pass(1 + n), 1e-5, 1e-5)
+    return StepRecord(times, 0, 1, n, (record,), 0, 0, 1, 0, {"look": 1e-4})
+
+
+def test_rows_that_the_drafter_is_right_not_to_trust_are_cut() -> None:
+    """Half of the drafts are sure and right, half are unsure and wrong: only the former are submitted, mostly."""
+    controller = auto()
+    seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
+    kept: dict[bool, list[int]] = {True: [], False: []}
+    for sure in itertools.islice(itertools.cycle((True, False)), 800):
+        span = Span(seq, 63, 1, 4)
+        (span.budget,) = controller.budgets([span], 99)
+        if span.budget:
+            confidence = [0.9 if sure else 0.4] * span.budget
+            span.draft = Draft.chain([1] * span.budget).sure(confidence)
+        (rows,) = controller.trim([span])
+        kept[sure].append(rows)
+        span.draft = span.draft.truncated(rows)
+        controller.observe(record_of(span, tuple(range(rows)) if sure else ()))
+    assert sum(kept[True][-100:]) > 250
+    assert sum(kept[False][-100:]) < 20
+    assert any(kept[False][-300:]), "what is never tried is never known"
+
+
+def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:
+    controller = auto()
+    seq = Sequence(0, [1] * 64, 64, SamplingParams(), SpecParams(drafter="model"), seed=0)
+    span = Span(seq, 63, 1, 4)
+    controller.budgets([span], 99)
+    drawn = Draft.chain([1, 2, 3], [None, Dist.point(2), None]).sure((0.0, 0.0, 0.0))
+    span.draft = drawn
+    assert controller.trim([span]) == [3]
+    span.draft = Draft.chain([1, 2, 3]).sure((0.0, 0.0, 0.0))
+    assert controller.trim([span])[0] < 3, "the same with certain tokens would be cut"
+
+
+def serve(controller: AutoLength, speeds: dict[str, Callable[[], float]], requests: int) -> list[str]:
+    """Requests of 30 steps, each with the drafter that the controller chooses."""
+    chosen = []
+    ids = itertools.count()
+    for _ in range(requests):
+        name = controller.choose(SamplingParams(temperature=0), list(speeds))
+        chosen.append(name)
+        run = Simulator(
+            controller, lambda _, name=name: speeds[name](), drafter=name, first_id=next(ids), seed=len(chosen)
+        )
+        for _ in range(30):
+            run.step()
+    return chosen
+
+
+def test_the_best_of_several_drafters_serves_and_the_others_are_tried_now_and_then() -> None:
+    right = {"good": 0.8, "bad": 0.3, "none": 0.0}
+    speeds: dict[str, Callable[[], float]] = {name: (lambda name=name: right[name]) for name in right}
+    controller = auto()
+    chosen = serve(controller, speeds, 150)
+    assert set(chosen[:12]) == set(right), "each is tried"
+    assert chosen[30:].count("good") >= 120 * (1 - 2 / EVERY)
+    assert set(chosen[30:]) == set(right)
+    right["good"], right["bad"] = 0.1, 0.8
+    del speeds["none"]
+    assert serve(controller, speeds, 300)[-60:].count("bad") > 50, "a drafter that has become better replaces it"
