@@ -62,7 +62,8 @@ class Live:
         """Rates since the newest sample that is at least ``WINDOW`` seconds of work old, or the oldest there is.
 
         ``plain_tokens_per_second`` is what plain decoding would have given in the same time, by the controller's
-        estimate; null where it makes none. ``acceptance_by_position[j]`` is the share of drafts whose token j + 1 was accepted, short drafts included.
+        estimate; null where it makes none. ``acceptance_by_position[j]`` is the share of drafts whose token j + 1 was
+        accepted, short drafts included.
         """
         now, samples = Sample.of(engine), self._samples
         while len(samples) > 1 and now.seconds - samples[1].seconds >= WINDOW:
