@@ -21,6 +21,7 @@ async function call(path, options = {}) {
     const response = await fetch(path, { ...options, headers: headers() });
     if (response.ok) return response;
     if (response.status === 401) {
+      if (sent) $("ask-note").textContent = "That key was not accepted.";
       if (sent === sessionStorage.getItem(KEY)) await askForKey(options.signal);
       continue;
     }
@@ -183,7 +184,7 @@ $("clear").addEventListener("click", async () => {
 // -- the numbers
 
 const number = (value) => (value >= 100 ? value.toFixed(0) : value.toFixed(1));
-const percent = (share) => `${Math.round(100 * share)} %`;
+const percent = (share) => `${Math.round(100 * share)}\u00a0%`;
 
 function show(now) {
   const { lately, speculation: spec, kv_blocks: kv } = now;
