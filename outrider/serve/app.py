@@ -18,10 +18,12 @@ from starlette.routing import Route
 
 from outrider.core.errors import OutriderError
 from outrider.core.version import __version__
-from outrider.serve import chat, completions, status, tokens
+from outrider.serve import chat, completions, static, status, tokens
 from outrider.serve.bodies import parse, read_body
 from outrider.serve.errors import ApiError, as_api_error, unavailable
 from outrider.serve.guard import KeyGuard, OriginGuard
+from outrider.serve.live import Live
+from outrider.serve.live import status as live_status
 from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Service
 from outrider.serve.web import ClientGoneError, Json, error_response, unless_gone
@@ -70,6 +72,8 @@ def create_app(service: Service) -> Starlette:
 
 
 def _routes(service: Service) -> list[Route]:
+    live = Live()
+
     async def health(_: Request) -> Response:
         if not service.loop.alive:
             raise unavailable("the engine has stopped; the server must be restarted")
@@ -90,6 +94,9 @@ def _routes(service: Service) -> list[Route]:
     async def speculation(_: Request) -> Response:
         return Json(await service.loop.call(status.speculation))
 
+    async def now(_: Request) -> Response:
+        return Json(await service.loop.call(lambda engine: live_status(service, live, engine)))
+
     async def version(_: Request) -> Response:
         return Json({"version": __version__})
 
@@ -106,12 +113,14 @@ def _routes(service: Service) -> list[Route]:
         return Json(await tokens.detokenize(service, body))
 
     return [
+        *static.routes(),
         Route("/health", health),
         Route("/ready", ready),
         Route("/version", version),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/speculation", speculation),
+        Route("/v1/status", now),
         Route("/v1/completions", _taking(CompletionRequest, service, complete), methods=["POST"]),
         Route("/v1/chat/completions", _taking(ChatRequest, service, answer), methods=["POST"]),
         Route("/tokenize", _taking(TokenizeRequest, service, tokenize), methods=["POST"]),

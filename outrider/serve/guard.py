@@ -11,15 +11,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.serve.errors import ApiError
 from outrider.serve.service import tenant_of
+from outrider.serve.static import FILES
 from outrider.serve.web import error_response
 
-OPEN_PATHS = frozenset({"/health", "/ready"})
+OPEN_PATHS = frozenset({"/health", "/ready", *FILES})
 
 
 class KeyGuard:
     """Lets requests in that bring one of the keys as ``Authorization: Bearer KEY``; without keys, everybody.
 
-    Comparing takes the same time for every wrong key. Health checks and a browser's OPTIONS need no key.
+    Comparing takes the same time for every wrong key. Health checks, the live page's files and a browser's
+    OPTIONS need no key.
     """
 
     def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:

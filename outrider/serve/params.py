@@ -50,6 +50,8 @@ def sampling_of(request: Sampling, max_tokens: int, logprobs: int | None) -> Sam
 def spec_of(request: Sampling, engine: Engine, tenant: str) -> SpecParams:
     """Whether and how to speculate. A prediction is a hint: where no drafter follows one, it changes nothing."""
     asked = request.speculative
+    if asked.segments and not request.stream:
+        raise bad_field("speculative.segments", "speculative.segments needs stream to be true")
     method = None
     if asked.method is not None:
         method = next((name for name in engine.proposers if name == _drafter_name(asked.method)), None)

@@ -28,6 +28,8 @@ class Reply:
         options = request.stream_options
         self._usage = request.usage_in_stream
         self._running_usage = options is not None and options.continuous_usage_stats
+        self._segments = request.speculative.segments
+        self._waiting: dict[int, list[dict[str, Any]]] = {}  # segments of a choice that were not sent yet
         self._metrics = request.speculative.metrics or service.settings.per_request_spec_decode_metrics
 
     async def whole(self, stream: Stream, choices: Callable[[Sequence[RequestOutput]], list[Choice]]) -> Json:
@@ -47,7 +49,7 @@ class Reply:
         generated = 0
         async for delta in stream.deltas():
             generated += len(delta.token_ids)
-            for choice in choices(delta):
+            for choice in self._traced(delta, choices(delta)) if self._segments else choices(delta):
                 chunk = self._head([choice])
                 if self._running_usage:
                     chunk["usage"] = counts(self._prompt_tokens, generated)
@@ -57,6 +59,15 @@ class Reply:
         if self._usage or self._metrics:
             outputs = stream.results()
             yield frame(self._head([]) | {"usage": usage(outputs)} | self._measured(outputs))
+
+    def _traced(self, delta: Delta, pieces: list[Choice]) -> list[Choice]:
+        """The same pieces, with what is new in segments at the one that has the text, or the first."""
+        waiting = self._waiting.setdefault(delta.index, [])
+        waiting += ({"text": segment.text, "drafted": segment.drafted} for segment in delta.segments)
+        if waiting and pieces:
+            told = next((p for p in pieces if p.get("text") or p.get("delta", {}).get("content")), pieces[0])
+            told["segments"] = self._waiting.pop(delta.index)
+        return pieces
 
     def _head(self, choices: list[Choice]) -> dict[str, Any]:
         return {

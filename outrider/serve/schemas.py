@@ -53,13 +53,15 @@ class StreamOptions(Strict):
 class Speculative(Strict):
     """Speculation for this request: on or off, by which of the loaded drafters, at most how many draft tokens a step.
 
-    ``metrics`` asks for what it did, in the response.
+    ``metrics`` asks for what it did, in the response; ``segments``, in a stream, for each piece of text whether it came
+    from an accepted draft token.
     """
 
     enabled: bool = True
     method: str | None = None
     max_draft: int | None = None
     metrics: bool = False
+    segments: bool = False
 
 
 class TextPart(Strict):

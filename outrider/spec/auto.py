@@ -103,6 +103,7 @@ class AutoLength(DraftController):
         self._context = 1.0  # tokens of a sequence, on average
         self._token_seconds = 0.0  # plain decoding's, under the load of this step
         self._speed = Speed()
+        self._earned = self._spent = 0.0  # the same seconds in all
         self._length = 0.0
         self._recent: _Request | None = None
         self._on = False
@@ -226,6 +227,7 @@ class AutoLength(DraftController):
                 choice.speeds.setdefault(request.drafter, Speed()).add(*own)
         if spent:
             self._speed.add(earned, spent)
+            self._earned, self._spent = self._earned + earned, self._spent + spent
 
     @property
     def status(self) -> SpecStatus:
@@ -236,7 +238,17 @@ class AutoLength(DraftController):
         survival, _ = self._drafters[request.drafter].survival.estimate(8)
         speedup = self._speed.ratio
         reason = f"an estimated {speedup:.2f} times as fast as plain decoding" if self._on else request.reason
-        return SpecStatus(self._on, reason, request.drafter, self._length, tuple(survival[:8]), speedup, self._changed)
+        return SpecStatus(
+            self._on,
+            reason,
+            request.drafter,
+            self._length,
+            tuple(survival[:8]),
+            speedup,
+            self._changed,
+            self._earned,
+            self._spent,
+        )
 
     def _request(self, seq: Seq) -> _Request:
         name = seq.spec.drafter or ""

@@ -16,7 +16,8 @@ class SpecStatus:
 
     ``draft_length`` is the mean budget of the running requests lately; ``survival[i]`` the chance that a draft row i is
     accepted where there is one; ``speedup`` the estimated speed over that of plain decoding. ``changed`` is when
-    (``time.perf_counter`` seconds) ``on`` changed last, or None.
+    (``time.perf_counter`` seconds) ``on`` changed last, or None. ``spent`` are the seconds so far for the tokens that
+    came out, ``earned`` those that plain decoding would have needed; both 0 where that is not estimated.
     """
 
     on: bool
@@ -26,6 +27,8 @@ class SpecStatus:
     survival: tuple[float, ...] = ()
     speedup: float = 1.0
     changed: float | None = None
+    earned: float = 0.0
+    spent: float = 0.0
 
 
 class DraftController(ABC):
