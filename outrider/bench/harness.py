@@ -17,7 +17,7 @@ from outrider.bench.prompts import BenchPrompt
 from outrider.core.errors import OutriderError, SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.engine.answer import SpecStats
-from outrider.engine.llm import LLM
+from outrider.engine.llm import LLM, auto_controller
 from outrider.engine.request import Request, RequestOutput, check_request
 from outrider.spec.registry import PLAIN
 
@@ -26,10 +26,13 @@ ROUNDS = 4
 
 WARM_UP_TOKENS = 8
 
+AUTO = -1
+"""In place of a number of draft tokens: the controller decides."""
+
 
 @dataclass(frozen=True, order=True)
 class Setting:
-    """One way to decode: the drafter, draft tokens a step at most (0 for plain decoding), and requests in flight."""
+    """One way to decode: the drafter, draft tokens a step (0 for plain decoding, ``AUTO``), and requests in flight."""
 
     drafter: str
     gamma: int
@@ -126,6 +129,9 @@ def run_bench(
     done: Callable[[Record], None],
 ) -> None:
     """Runs what is not among ``records`` yet, adds it there and reports each load to ``done``."""
+    controllers = {False: llm.engine.controller}
+    if any(setting.gamma == AUTO for setting in settings):
+        controllers[True] = auto_controller(llm.engine)
     known = {(record.setting, record.load) for record in records}
     for batch in dict.fromkeys(setting.batch for setting in settings):
         loads = loads_for(prompts, batch)
@@ -133,8 +139,10 @@ def run_bench(
         short = SamplingParams(temperature=0.0, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
         for setting in dict.fromkeys(setting for _, setting in todo):
             first = Load(batch, 0, "", loads[0].prompts[:batch])
+            llm.engine.controller = controllers[setting.gamma == AUTO]
             run_load(llm, prompts, first, setting, short)  # the first passes of a process are slow
         for load, setting in todo:
+            llm.engine.controller = controllers[setting.gamma == AUTO]
             record = run_load(llm, prompts, load, setting, params)
             records.append(record)
             done(record)
@@ -146,7 +154,7 @@ def run_load(llm: LLM, prompts: Sequence[BenchPrompt], load: Load, setting: Sett
     A prompt is encoded when its request enters, inside the measured time.
     """
     engine, metrics = llm.engine, llm.engine.metrics
-    spec = SpecParams(drafter=setting.drafter, max_draft=setting.gamma)
+    spec = SpecParams(drafter=setting.drafter, max_draft=None if setting.gamma == AUTO else setting.gamma)
     preemptions, tokens, decode_tokens, decode_seconds = metrics.preemptions, metrics.generated_tokens, 0, 0.0
     requests: list[Request] = []
     begin = before = time.perf_counter()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outrider.bench.harness import Record, Setting
+from outrider.bench.harness import AUTO, Record, Setting
 from outrider.core.errors import SettingError
 
 FORMAT = 1
@@ -107,9 +107,9 @@ def table(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
 
     def line(row: Row) -> str:
         return (
-            f"{row.drafter:<{drafter}} {row.gamma or '-':>5} {row.batch:>5}  {row.category:<{width}} {row.prompts:>7} "
-            f"{row.tokens:>7} {row.seconds:>8.2f} {row.prefill_seconds:>9.2f} {_shown(row.tokens_per_second, 7, 1)} "
-            f"{_shown(row.decode_tokens_per_second, 12, 1)} {_shown(row.tokens_per_step, 8, 2)} "
+            f"{row.drafter:<{drafter}} {_length(row.gamma):>5} {row.batch:>5}  {row.category:<{width}} "
+            f"{row.prompts:>7} {row.tokens:>7} {row.seconds:>8.2f} {row.prefill_seconds:>9.2f} "
+            f"{_shown(row.tokens_per_second, 7, 1)} {_shown(row.decode_tokens_per_second, 12, 1)} {_shown(row.tokens_per_step, 8, 2)} "
             f"{f'{row.acceptance_rate:.0%}' if row.gamma else '-':>8} {_shown(row.speedup, 7, 2)}"
             f"{' ' if row.speedup is None else 'x'}  {'identical' if row.identical else 'DIFFERS'}"
         )
@@ -119,6 +119,10 @@ def table(rows: Sequence[Row], overall: Sequence[Row]) -> list[str]:
         own = [r for r in rows if (r.drafter, r.gamma, r.batch) == (whole.drafter, whole.gamma, whole.batch)]
         lines += [*(line(row) for row in own), line(whole), ""]
     return [*lines, head, *(line(row) for row in overall)]
+
+
+def _length(gamma: int) -> str:
+    return "auto" if gamma == AUTO else str(gamma or "-")
 
 
 def _shown(value: float | None, width: int, digits: int) -> str:

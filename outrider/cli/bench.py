@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from outrider.bench import report
-from outrider.bench.harness import Record, Setting, check_prompts, loads_for, run_bench, settings_for
+from outrider.bench.harness import AUTO, Record, Setting, check_prompts, loads_for, run_bench, settings_for
 from outrider.bench.header import header
 from outrider.bench.prompts import QUICK, read_prompts
 from outrider.cli import flags
@@ -35,7 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A,B",
         help=f"drafters to measure (default {SpecConfig.method}); plain decoding is always run",
     )
-    parser.add_argument("--gamma", metavar="N,N", help="draft tokens a step (default: each drafter's own)")
+    parser.add_argument(
+        "--gamma", metavar="N,N", help="draft tokens a step, auto among them (default: each drafter's own)"
+    )
     parser.add_argument("--batch", default="1", metavar="N,N", help="requests in flight (default 1)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="JSON Lines with 'category' and 'turns'")
     parser.add_argument("--limit", type=int, metavar="N", help="this many prompts, spread over the file")
@@ -43,14 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there, as they come")
     parser.add_argument("--resume", action="store_true", help="go on with what the result file holds")
     flags.add_model_flags(parser, skip=("model", "enable_prefix_caching"))
-    flags.add_drafter_flags(parser.add_argument_group("speculation"), skip=("num_speculative_tokens",))
+    flags.add_drafter_flags(parser.add_argument_group("speculation"), skip=("num_speculative_tokens", "speculation"))
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0, whether or not the outputs are identical: the rows say so."""
     params = SamplingParams(temperature=0.0, max_tokens=args.max_tokens)
     names = list(dict.fromkeys([PLAIN, *_names(args.drafters)]))
-    gammas = None if args.gamma is None else _whole_numbers("--gamma", args.gamma, MAX_DRAFT)
+    gammas = None if args.gamma is None else _lengths(args.gamma)
     batches = _whole_numbers("--batch", args.batch, MAX_BATCH)
     if args.limit is not None and args.limit < 1:
         raise SettingError(f"--limit is {args.limit}; allowed is a whole number >= 1")
@@ -61,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.limit) if args.prompts else list(QUICK)[: args.limit]
     specs = flags.spec_mappings(args, names)
     if gammas is not None:
-        specs = [{**spec, "num_speculative_tokens": max(gammas)} for spec in specs]
+        specs = [{**spec, "num_speculative_tokens": max(*gammas, 1)} for spec in specs]
     lengths = {name: gammas or (spec_of(spec).num_speculative_tokens,) for name, spec in zip(names, specs, strict=True)}
     engine = _engine_settings(args, max(batches))
 
@@ -105,6 +107,16 @@ def _names(text: str) -> list[str]:
     return names
 
 
+def _lengths(text: str) -> tuple[int, ...]:
+    """Draft lengths of ``--gamma``; "auto" stands for ``AUTO``."""
+    parts = [part.strip() for part in text.split(",")]
+    fixed = [part for part in parts if part != "auto"]
+    if len(parts) - len(fixed) > 1:
+        raise SettingError(f"--gamma is {text!r}; allowed is auto once")
+    values = iter(_whole_numbers("--gamma", ",".join(fixed), MAX_DRAFT) if fixed else ())
+    return tuple(AUTO if part == "auto" else next(values) for part in parts)
+
+
 def _whole_numbers(flag: str, text: str, high: int) -> tuple[int, ...]:
     parts = [part.strip() for part in text.split(",")]
     values = tuple(int(part) if part.isdecimal() and len(part) < 9 else 0 for part in parts)
@@ -134,7 +146,7 @@ def _progress(record: Record, number: int, total: int) -> str:
     setting: Setting = record.setting
     words = [f"{number}/{total} {record.category}: {setting.drafter}"]
     if setting.gamma:
-        words.append(f"gamma {setting.gamma}")
+        words.append(f"gamma {'auto' if setting.gamma == AUTO else setting.gamma}")
     if setting.batch > 1:
         words.append(f"batch {setting.batch}")
     words.append(f"{record.tokens} tokens in {record.seconds:.2f} s, {record.tokens / record.steps:.2f} per step")

@@ -6,12 +6,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from outrider.core.errors import SettingError
 from outrider.core.settings import check_settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
 QUANTIZATIONS = ("int8", "int4")
 OPERATIONS = ("auto", "native", "reference")
+SPECULATION = ("auto", "off", "fixed")
+MAX_AUTO_DRAFT = 32
+"""Draft rows of one sequence in one step where the controller decides and no other limit is set."""
 MAX_DRAFT = 256
 """Draft rows of one sequence in one step, whatever is asked for."""
 
@@ -48,7 +52,12 @@ class SpecConfig:
     """How to speculate: what all drafters share, and ``options``, the chosen drafter's own settings by name."""
 
     method: str = setting("ngram", "the drafter")
-    num_speculative_tokens: int = setting(3, "draft tokens a step (tree nodes for a tree)", low=0, high=MAX_DRAFT)
+    num_speculative_tokens: int = setting(
+        3, "draft tokens a step (tree nodes for a tree); with speculation auto: at most", low=0, high=MAX_DRAFT
+    )
+    speculation: str = setting(
+        "fixed", "draft lengths: auto (as much as pays), off, fixed, or fixed:K for num_speculative_tokens K"
+    )
     rejection_sample_method: str = setting(
         "standard", "verification rule; all are lossless", choices=("standard", "block", "coupled")
     )
@@ -57,3 +66,9 @@ class SpecConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "options", dict(self.options))
         check_settings(self)
+        kind, colon, length = self.speculation.partition(":")
+        if colon and kind == "fixed" and length.isdecimal() and len(length) < 9 and 0 <= int(length) <= MAX_DRAFT:
+            object.__setattr__(self, "num_speculative_tokens", int(length))
+        elif self.speculation not in SPECULATION:
+            allowed = f"auto, off, fixed, or fixed:K with K from 0 to {MAX_DRAFT}"
+            raise SettingError(f"speculation is {self.speculation!r}; allowed is {allowed}")

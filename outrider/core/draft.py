@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from outrider.core.dist import Dist
 
@@ -16,6 +16,7 @@ class Draft:
     siblings are visited in order of their index. ``q[i]`` is the distribution that ``tokens[i]`` was really drawn
     from, with the earlier siblings removed where it was drawn without replacement; None means the token was certain
     (a point mass). Rows from ``n_verify`` on are probes: the target scores them, verification never accepts them.
+    ``confidence`` is the drafter's own guess of each node's chance to be accepted, as far as it can tell.
     ``reason`` says why a drafter that was given a budget proposed nothing. ``sources`` names, per node, who proposed
     it, where several drafters share a draft.
     """
@@ -70,6 +71,10 @@ class Draft:
                     parents.append(node)
                 node = known
         return Draft.tree(tokens, parents)
+
+    def sure(self, confidence: Sequence[float]) -> Draft:
+        """The same draft with the drafter's ``confidence`` in each node."""
+        return replace(self, confidence=tuple(confidence))
 
     @staticmethod
     def nothing(reason: str = "") -> Draft:

@@ -201,6 +201,7 @@ class SpanRecord:
     emitted: int
     reason: str = ""  # why there was no draft although there was a budget
     sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (drafted, accepted) by who proposed them
+    path: tuple[int, ...] = ()  # the accepted drafted rows
 
 
 @dataclass(frozen=True)
@@ -231,3 +232,4 @@ class StepRecord:
     preempted: int
     running: int
     waiting: int
+    draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of the drafters that were asked, by name

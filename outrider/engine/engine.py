@@ -74,8 +74,8 @@ class Engine:
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
         for name, proposer in proposers.items():
             self.put_drafter(name, proposer)
-        self.controller = controller or FixedLength(spec.num_speculative_tokens)
-        self.scheduler = Scheduler(self.blocks, self.controller, config.max_num_seqs, config.max_num_batched_tokens)
+        controller = controller or FixedLength(0 if spec.speculation == "off" else spec.num_speculative_tokens)
+        self.scheduler = Scheduler(self.blocks, controller, config.max_num_seqs, config.max_num_batched_tokens)
         self.metrics = EngineMetrics()
         self._feature_layers = tuple(sorted({layer for n in needs for layer in n.feature_layers}))
         self._requests: dict[int, Request] = {}  # unfinished ones
@@ -92,6 +92,15 @@ class Engine:
         proposer.start(self.blocks, self.config.max_num_batched_tokens)
         proposer.share_kv(self.runner.pool.layers)
         self.proposers[name] = proposer
+
+    @property
+    def controller(self) -> DraftController:
+        """Who decides the draft lengths; another one may take over between two steps."""
+        return self.scheduler.controller
+
+    @controller.setter
+    def controller(self, controller: DraftController) -> None:
+        self.scheduler.controller = controller
 
     @property
     def has_work(self) -> bool:
@@ -112,7 +121,7 @@ class Engine:
         spec = with_prediction(spec, self.target)
         if params.stop and self.target.tokenizer is None:
             raise SettingError("stop strings need a tokenizer; this model was loaded without one")
-        drafter = spec.drafter or self._default_drafter(spec)
+        drafter = spec.drafter or self._default_drafter(params, spec)
         if drafter not in self.proposers:
             known = list(self.proposers)
             hint = nearest(drafter, known)
@@ -122,6 +131,7 @@ class Engine:
             )
         if spec.prediction and spec.enabled and not self.proposers[drafter].needs.prediction:
             raise SettingError(f"prediction is given; drafter {drafter} makes no use of it")
+        spec = replace(spec, drafter=drafter)
         request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
         self._next_request += 1
         self._requests[request.id] = request
@@ -204,7 +214,7 @@ class Engine:
             for proposer in self.proposers.values():
                 proposer.copy_blocks(plan.copies)
         clock.append(time.perf_counter())
-        self._propose(plan.spans)
+        draft_seconds = self._propose(plan.spans)
         clock.append(time.perf_counter())
         out = self.runner.forward(plan.spans, self._feature_layers)
         logits = logits_by_span(plan.spans, out.logits)
@@ -219,7 +229,7 @@ class Engine:
         records = tuple(self._span_record(outcome) for outcome in outcomes)
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
-        record = self._record(plan, records, clock)
+        record = self._record(plan, records, clock, draft_seconds)
         self.controller.observe(record)
         self.metrics.observe(record)
         return deltas
@@ -240,22 +250,31 @@ class Engine:
             return None
         return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
 
-    def _default_drafter(self, spec: SpecParams) -> str:
-        """The first drafter; for a request that predicts its answer, the first that makes use of it."""
+    def _default_drafter(self, params: SamplingParams, spec: SpecParams) -> str:
+        """The controller's choice; for a request that predicts its answer, among those that make use of it."""
         users = [name for name, proposer in self.proposers.items() if proposer.needs.prediction]
-        if spec.prediction and spec.enabled and users:
-            return users[0]
-        return next(iter(self.proposers))
+        if not spec.enabled:
+            return next(iter(self.proposers))
+        return self.controller.choose(params, users if spec.prediction and users else list(self.proposers))
 
     def _proposer_of(self, seq: Sequence) -> Proposer:
         return self.proposers[self._request_of[seq.id].drafter]
 
-    def _propose(self, spans: Seq[Span]) -> None:
-        """Fills in the drafts, one batched call a drafter."""
+    def _propose(self, spans: Seq[Span]) -> dict[str, float]:
+        """Fills in the drafts, one batched call a drafter; returns the seconds of each."""
+        seconds: dict[str, float] = {}
         for name, proposer in self.proposers.items():
             own = [span for span in spans if span.budget and self._request_of[span.seq.id].drafter == name]
-            for span, draft in zip(own, self._drafts(name, proposer, own) if own else [], strict=True):
+            if not own:
+                continue
+            begin = time.perf_counter()
+            for span, draft in zip(own, self._drafts(name, proposer, own), strict=True):
                 span.draft = draft.truncated(span.budget)
+            seconds[name] = time.perf_counter() - begin
+        for span, rows in zip(spans, self.controller.trim(spans), strict=True):
+            if rows < len(span.draft):
+                span.draft = span.draft.truncated(rows) if rows > 0 else Draft.nothing("the draft was too unlikely")
+        return seconds
 
     def _drafts(self, name: str, proposer: Proposer, spans: Seq[Span]) -> list[Draft]:
         """What a drafter proposes. If it fails, that costs its drafts, never an answer."""
@@ -348,9 +367,12 @@ class Engine:
             emitted=len(outcome.new_tokens),
             reason=span.draft.reason,
             sources=span.draft.by_source(outcome.path),
+            path=outcome.path,
         )
 
-    def _record(self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float]) -> StepRecord:
+    def _record(
+        self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float], draft_seconds: dict[str, float]
+    ) -> StepRecord:
         prompt_rows = sum(max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans)
         return StepRecord(
             times=StepTimes(*(after - before for before, after in pairwise(clock))),
@@ -362,6 +384,7 @@ class Engine:
             preempted=len(plan.preempted),
             running=len(self.scheduler.running),
             waiting=len(self.scheduler.waiting),
+            draft_seconds=draft_seconds,
         )
 
 

@@ -10,15 +10,18 @@ from typing import Any
 
 import torch
 
-from outrider.core.config import EngineConfig, SpecConfig
+from outrider.core.config import MAX_AUTO_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import OutriderError, SettingError, nearest
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.settings import from_mapping
 from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.models.load import LoadedModel, Progress, load_model
+from outrider.spec.auto import AutoLength
+from outrider.spec.costs import Costs
 from outrider.spec.proposer import DraftContext
 from outrider.spec.registry import build_proposer, kind_of, spec_from_mapping, spec_keys
+from outrider.spec.warmup import cost_table
 
 logger = logging.getLogger("outrider")
 
@@ -193,14 +196,10 @@ def spec_of(drafter: Drafter) -> SpecConfig:
     if not isinstance(drafter, (str, Mapping, SpecConfig)):
         raise SettingError(f"drafter is {drafter!r}; allowed is a drafter's name, a mapping or a SpecConfig")
     if isinstance(drafter, SpecConfig):
-        return spec_from_mapping(
-            {
-                "method": drafter.method,
-                "num_speculative_tokens": drafter.num_speculative_tokens,
-                "rejection_sample_method": drafter.rejection_sample_method,
-                **drafter.options,
-            }
-        )
+        values = {f.name: getattr(drafter, f.name) for f in fields(SpecConfig) if f.name != "options"}
+        if drafter.speculation == "auto" and drafter.num_speculative_tokens == SpecConfig.num_speculative_tokens:
+            del values["num_speculative_tokens"]  # it was left at its default, which is meant for a fixed length
+        return spec_from_mapping({**values, **drafter.options})
     return spec_from_mapping({"method": drafter} if isinstance(drafter, str) else drafter)
 
 
@@ -216,6 +215,8 @@ def _specs_of(drafter: Drafter | Sequence[Drafter]) -> list[SpecConfig]:
         raise SettingError(f"drafter names {', '.join(names)}; allowed is each drafter once")
     if len({spec.rejection_sample_method for spec in specs}) > 1:
         raise SettingError("the drafters differ in rejection_sample_method; allowed is one rule for all of them")
+    if len({spec.speculation.partition(":")[0] for spec in specs}) > 1:
+        raise SettingError("the drafters differ in speculation; allowed is one way for all of them")
     return specs
 
 
@@ -224,12 +225,28 @@ def build_engine(
 ) -> Engine:
     """An engine with the drafters that ``specs`` name; the first one serves requests that name none.
 
-    With several, the longest ``num_speculative_tokens`` holds for all; ``SpecParams.max_draft`` shortens it.
+    With several, the longest ``num_speculative_tokens`` holds for all; ``SpecParams.max_draft`` shortens it. With
+    ``speculation`` auto the controller picks the drafter of a request that names none.
     """
     contexts = [(spec, DraftContext(target, spec, config.kv_cache_dtype, progress)) for spec in specs]
     proposers = {kind_of(spec.method)[0]: build_proposer(spec, context) for spec, context in contexts}
     longest = max(spec.num_speculative_tokens for spec in specs)
-    return Engine(target, config, proposers, replace(specs[0], num_speculative_tokens=longest))
+    speculation = specs[0].speculation.partition(":")[0]
+    engine = Engine(
+        target, config, proposers, replace(specs[0], num_speculative_tokens=longest, speculation=speculation)
+    )
+    if speculation == "auto":
+        engine.controller = auto_controller(engine, longest, progress)
+    return engine
+
+
+def auto_controller(engine: Engine, longest: int = MAX_AUTO_DRAFT, progress: Progress | None = None) -> AutoLength:
+    """A controller for this engine that drafts as much as pays; costs are measured unless they are known.
+
+    Measuring writes into the KV pool: it is for an engine that has no requests yet.
+    """
+    table = cost_table(engine.target, engine.runner, engine.memory.tokens, progress)
+    return AutoLength(Costs(table), longest)
 
 
 def _as_list(prompts: Prompt | Sequence[Prompt]) -> Sequence[Prompt]:

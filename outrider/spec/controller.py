@@ -2,23 +2,64 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
+from outrider.core.params import SamplingParams
 from outrider.core.types import Span, StepRecord
 
 
-class DraftController(Protocol):
-    """Decides the draft lengths of a step."""
+@dataclass(frozen=True)
+class SpecStatus:
+    """What a controller is doing, for people and for metrics.
 
+    ``draft_length`` is the mean budget of the running requests lately; ``survival[i]`` the chance that a draft row i is
+    accepted where there is one; ``speedup`` the estimated speed over that of plain decoding. ``changed`` is when
+    (``time.perf_counter`` seconds) ``on`` changed last, or None.
+    """
+
+    on: bool
+    reason: str
+    drafter: str
+    draft_length: float
+    survival: tuple[float, ...] = ()
+    speedup: float = 1.0
+    changed: float | None = None
+
+
+class DraftController(ABC):
+    """Decides the draft lengths of a step. It knows sequences by ``Span.seq``, whose ``spec`` names the drafter."""
+
+    @abstractmethod
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
-        """Draft rows for each span, at most ``span.budget`` each and ``rows`` together; 0 is a value like any other."""
+        """Draft rows for each span, at most ``span.budget`` each and ``rows`` together; 0 is a value like any other.
 
+        Where it gives 0 it may say why, by an empty draft with a reason.
+        """
+
+    @abstractmethod
     def observe(self, record: StepRecord) -> None:
         """What the last step cost and earned."""
 
+    def trim(self, spans: Sequence[Span]) -> list[int]:
+        """How many rows of each proposed draft to submit, from the first on; asked once a step, with all its spans.
 
-class FixedLength:
+        It must not look at a drawn token (one with a ``q``) or at what depends on one: that would change the output.
+        """
+        return [len(span.draft) for span in spans]
+
+    def choose(self, params: SamplingParams, drafters: Sequence[str]) -> str:
+        """Which of these drafters a new request gets that names none."""
+        return drafters[0]
+
+    @property
+    def status(self) -> SpecStatus:
+        """What it is doing now."""
+        return SpecStatus(True, "", "", 0.0)
+
+
+class FixedLength(DraftController):
     """The same draft length for every sequence, as far as there is room."""
 
     def __init__(self, gamma: int) -> None:
@@ -33,3 +74,7 @@ class FixedLength:
 
     def observe(self, record: StepRecord) -> None:
         """A fixed length learns nothing."""
+
+    @property
+    def status(self) -> SpecStatus:
+        return SpecStatus(self.gamma > 0, "the draft length is fixed", "", self.gamma)

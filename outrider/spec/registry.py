@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
+from outrider.core.config import MAX_AUTO_DRAFT, MAX_DRAFT, EngineConfig, SpecConfig
 from outrider.core.errors import SettingError, nearest
 from outrider.core.settings import from_mapping
 from outrider.spec.drafts import (
@@ -116,6 +116,11 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
     for part in getattr(settings, "parts", ()):
         spec_from_mapping(part)
     natural = getattr(settings, "draft_length", None)
+    length = values.get("num_speculative_tokens")
+    if config.speculation.startswith("fixed:") and length not in (None, config.num_speculative_tokens):
+        raise SettingError(f"speculation is {config.speculation!r}, but num_speculative_tokens is {length}; give one")
+    if config.speculation == "auto" and length is None:
+        return replace(config, num_speculative_tokens=min(max(natural or 0, MAX_AUTO_DRAFT), MAX_DRAFT))
     if "num_speculative_tokens" not in values and kind.usual_length is not None:
         return replace(config, num_speculative_tokens=kind.usual_length)
     if natural is None:

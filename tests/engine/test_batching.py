@@ -14,6 +14,7 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import FinishReason, Span, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.request import Request, RequestOutput
+from outrider.spec.controller import DraftController
 from outrider.spec.proposer import Proposer
 from tests.engine.drafters import Build, Oracle, RandomTree, Script, Shape, context_for, registered, self_drafter
 from tests.engine.harness import (
@@ -187,7 +188,7 @@ def test_different_draft_lengths_in_one_batch(name: str) -> None:
     assert {len(tokens) for (prompt, _), tokens in alone.items() if len(prompt) == 5} <= {0, 1, 2}
 
 
-class Schedule:
+class Schedule(DraftController):
     """A draft length by step: a stand-in for an adaptive controller that pauses and comes back."""
 
     def __init__(self, *lengths: int) -> None:

@@ -14,6 +14,7 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.models.heads.eagle_files import load_eagle
 from outrider.models.load import LoadedModel
 from outrider.ops.native import NativeOps, available
+from outrider.spec.controller import DraftController
 from outrider.spec.drafts.eagle import Eagle, EagleSettings, _Tree
 from outrider.spec.drafts.none import NoDraft
 from tests.engine.harness import assert_same, finish, greedy, make_engine, plain, prompt_of, run_all, toy_target
@@ -248,7 +249,7 @@ def test_pauses_leave_no_gap(tmp_path: Path) -> None:
     """Steps without a draft, and aborts: whatever was not read yet is read when drafting goes on."""
     drafter = watched(tmp_path, TARGET, "two layers")
 
-    class Now:
+    class Now(DraftController):
         step = 0
 
         def budgets(self, spans: Any, rows: int) -> list[int]:

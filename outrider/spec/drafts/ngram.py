@@ -95,29 +95,32 @@ class Ngram(Proposer):
     def _look_up(self, seq_id: int, tokens: list[int], budget: int) -> Draft:
         index = self._index_of(seq_id)
         index.update(tokens)
-        starts = self._continuations(index, tokens)
+        starts, longest = self._continuations(index, tokens)
         if not starts:
             return Draft.nothing("no n-gram of the end was seen before")
         if len(starts) == 1:
-            return Draft.chain(_copy(tokens, starts[0], budget))
+            sure = [(longest + 1) / (longest + 1 + depth) for depth in range(1, budget + 1)]  # Laplace, as in suffix
+            return Draft.chain(_copy(tokens, starts[0], budget)).sure(sure)
         # The first branch gets what the others leave: branch j gets a 2**(j+1)th of the nodes, one at least.
         lengths = [max(1, budget >> (j + 1)) for j in range(1, len(starts))]
         lengths = [max(1, budget - sum(lengths)), *lengths]
         return Draft.branches([_copy(tokens, s, n) for s, n in zip(starts, lengths, strict=True)], budget)
 
-    def _continuations(self, index: NgramIndex, tokens: Sequence[int]) -> list[int]:
-        """Where the continuations begin, best first, each with another first token."""
+    def _continuations(self, index: NgramIndex, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """Where the continuations begin, best first, each with another first token; and the first one's n."""
         starts: dict[int, int] = {}  # first token -> where
+        longest = 0
         for n in index.lengths:
             ends = index.matches(tokens, n)
             if self.settings.prompt_lookup_selection == "frequent":
                 counts = Counter(tokens[end] for end in ends)
                 ends.sort(key=lambda end: -counts[tokens[end]])  # stable: among equals the newest stays first
             for end in ends:
+                longest = longest or n
                 starts.setdefault(tokens[end], end)
                 if len(starts) == self.settings.prompt_lookup_branches:
-                    return list(starts.values())
-        return list(starts.values())
+                    return list(starts.values()), longest
+        return list(starts.values()), longest
 
 
 def _copy(tokens: Sequence[int], start: int, n: int) -> list[int]:

@@ -200,13 +200,19 @@ class Suffix(Proposer):
         nodes = min(budget, int(self.settings.suffix_decoding_max_spec_factor * longest))
         if nodes < 1:
             return Draft.nothing("too little of the end of the text was seen before")
-        return self._grow(places, ahead, nodes)
+        return self._grow(places, ahead, nodes, longest)
 
-    def _grow(self, places: list[_Place], ahead: list[int], nodes: int) -> Draft:
-        """The ``nodes`` likeliest tokens as a tree: a path is as likely as the share of ``places`` that go along it."""
-        least = self.settings.suffix_decoding_min_token_prob * sum(weight for _, _, weight in places)
+    def _grow(self, places: list[_Place], ahead: list[int], nodes: int, longest: int) -> Draft:
+        """The ``nodes`` likeliest tokens as a tree: a path is as likely as the share of ``places`` that go along it.
+
+        For how sure that is, Laplace's rule: what agreed ``longest`` times goes on for d more with probability
+        (longest + 1) / (longest + 1 + d).
+        """
+        whole = sum(weight for _, _, weight in places)
+        least = self.settings.suffix_decoding_min_token_prob * whole
         tokens: list[int] = []
         parents: list[int] = []
+        confidence: list[float] = []
         waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the heaviest first, then the earliest
         order = 0
 
@@ -225,12 +231,15 @@ class Suffix(Proposer):
 
         offer(-1, 0, places)
         while waiting and len(tokens) < nodes:
-            _, _, parent, depth, token, heirs = heapq.heappop(waiting)
+            weight, _, parent, depth, token, heirs = heapq.heappop(waiting)
             tokens.append(token)
             parents.append(parent)
+            confidence.append(-weight / whole * (longest + 1) / (longest + 1 + depth))
             if len(tokens) < nodes:
                 offer(len(tokens) - 1, depth, heirs)
-        return Draft.tree(tokens, parents) if tokens else Draft.nothing("no continuation is likely enough")
+        if not tokens:
+            return Draft.nothing("no continuation is likely enough")
+        return Draft.tree(tokens, parents).sure(confidence)
 
 
 def _token(place: _Place, depth: int, ahead: list[int]) -> int:

@@ -1,0 +1,59 @@
+"""Which of several drafters serves best: their speed over plain decoding so far, and now and then a try of another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+ENOUGH = 60.0
+"""Steps of a drafter before its speed is believed."""
+EVERY = 20
+"""Of so many requests one goes to another drafter than the best, in turn."""
+BETTER = 1.03
+"""A drafter replaces the one in use when it is so many times as fast."""
+
+
+@dataclass
+class Speed:
+    """Plain decoding's seconds for the tokens that came out, over the seconds that were spent; both fade."""
+
+    memory: float = 300.0
+    earned: float = 0.0
+    spent: float = 0.0
+    steps: float = 0.0
+
+    def add(self, earned: float, spent: float) -> None:
+        keep = 1 - 1 / self.memory
+        self.earned = self.earned * keep + earned
+        self.spent = self.spent * keep + spent
+        self.steps = self.steps * keep + 1
+
+    @property
+    def ratio(self) -> float:
+        return self.earned / self.spent if self.spent > 0 else 1.0
+
+
+class Choice:
+    """Chooses among drafters for one class of requests; sticks to one until another is clearly better."""
+
+    def __init__(self) -> None:
+        self.speeds: dict[str, Speed] = {}
+        self._best = ""
+        self._asked = 0
+
+    def choose(self, drafters: Sequence[str]) -> str:
+        """One of ``drafters``: each is tried first, then the best serves."""
+        speeds = {name: self.speeds.setdefault(name, Speed()) for name in drafters}
+        untried = [name for name in drafters if speeds[name].steps < ENOUGH]
+        if untried:
+            return min(untried, key=lambda name: speeds[name].steps)
+        if self._best not in speeds:
+            self._best = drafters[0]
+        fastest = max(drafters, key=lambda name: speeds[name].ratio)
+        if speeds[fastest].ratio > BETTER * speeds[self._best].ratio:
+            self._best = fastest
+        self._asked += 1
+        others = [name for name in drafters if name != self._best]
+        if others and self._asked % EVERY == 0:
+            return others[self._asked // EVERY % len(others)]
+        return self._best

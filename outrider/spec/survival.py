@@ -1,0 +1,109 @@
+"""How likely draft rows are to be there and to be accepted: running counts, of a drafter and of one request.
+
+Counts fade, so that an estimate follows the text. A request's estimates begin at its drafter's and count as much as
+they have seen. Rows are counted by their place in the draft: in a chain that is the depth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+FIRST_GUESS = 0.6
+"""Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
+CONFIDENCE_STEPS = 12
+"""Classes of a drafter's confidence that are counted apart."""
+
+
+class Counts:
+    """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for."""
+
+    def __init__(self, memory: float) -> None:
+        """``memory``: drafts after which a count has faded to 1/e."""
+        self._keep = 1 - 1 / memory
+        self.asked: list[float] = []
+        self.filled: list[float] = []  # of these
+        self.there: list[float] = []
+        self.accepted: list[float] = []  # of these
+
+    def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
+        """One draft: ``asked`` rows were allowed, ``there`` were verified, the rows ``accepted`` were right."""
+        keep, known = self._keep, len(self.asked)
+        if known < asked:
+            for counts in (self.asked, self.filled, self.there, self.accepted):
+                counts.extend([0.0] * (asked - known))
+        for i in range(asked):
+            self.asked[i] = self.asked[i] * keep + 1
+            self.filled[i] = self.filled[i] * keep + (i < there)
+        for i in range(min(there, asked)):
+            self.there[i] = self.there[i] * keep + 1
+            self.accepted[i] = self.accepted[i] * keep + (i in accepted)
+
+
+class Survival:
+    """Estimates from counts, pulled towards ``prior`` (or a first guess) with the weight of ``pull`` drafts."""
+
+    def __init__(self, memory: float, pull: float, prior: Survival | None = None) -> None:
+        self.counts = Counts(memory)
+        self._pull, self._prior = pull, prior
+        self._known: tuple[list[float], list[float]] = [], []
+
+    def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
+        """One draft, as ``Counts.add``; the prior learns it too."""
+        if self._prior is not None:
+            self._prior.add(asked, there, accepted)
+        self.counts.add(asked, there, accepted)
+        self._known = [], []
+
+    def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
+        """For ``depth`` rows, or more, the chance of each to be accepted if it is there, and to be there if asked for.
+
+        Neither rises from row to row. A row that was never tried goes on as the ones before it did.
+        """
+        survival, presence = self._known
+        if len(survival) >= depth:
+            return survival, presence
+        counts, pull = self.counts, self._pull
+        base = ([], []) if self._prior is None else self._prior.estimate(depth)
+        chance = there = 1.0
+        step = FIRST_GUESS
+        for i in range(depth):
+            if self._prior is not None:
+                before = base[0][i - 1] if i else 1.0
+                step = base[0][i] / before if before > 0 else 0.0
+            guess, likely = chance * step, there
+            if base[1]:
+                likely = min(there, base[1][i])
+            if i < len(counts.asked):
+                guess = min(chance, (counts.accepted[i] + pull * guess) / (counts.there[i] + pull))
+                likely = min(there, (counts.filled[i] + pull * likely) / (counts.asked[i] + pull))
+            if self._prior is None and i and chance > 0:
+                step = guess / chance
+            if i == len(survival):
+                survival.append(guess)
+                presence.append(likely)
+            chance, there = guess, likely
+        return survival, presence
+
+
+class Calibration:
+    """What a drafter's own confidence is worth: how often a row of about that confidence was accepted."""
+
+    def __init__(self, memory: float) -> None:
+        self._keep = 1 - 1 / memory
+        self._there = [4.0] * (CONFIDENCE_STEPS + 1)
+        self._accepted = [4.0 * i / CONFIDENCE_STEPS for i in range(CONFIDENCE_STEPS + 1)]
+
+    def chances(self, confidence: Sequence[float]) -> list[float]:
+        """The chance of each row to be accepted."""
+        return [self._accepted[k] / self._there[k] for k in map(_step, confidence)]
+
+    def add(self, confidence: Sequence[float], accepted: Collection[int]) -> None:
+        """Rows of this confidence were verified, and those ``accepted`` were right."""
+        for i, value in enumerate(confidence):
+            k = _step(value)
+            self._there[k] = self._there[k] * self._keep + 1
+            self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
+
+
+def _step(confidence: float) -> int:
+    return max(0, min(CONFIDENCE_STEPS, round(confidence * CONFIDENCE_STEPS)))
