@@ -35,7 +35,7 @@ class Stream:
         deltas: list[Delta] = []
         for place, request in enumerate(self.requests):
             if self.live:
-                deltas += (replace(d, index=place * self._n + d.index) for d in request.pending)
+                deltas += (replace(d, index=place * self._n + d.index) if place else d for d in request.pending)
             request.pending.clear()
         return deltas, all(request.finished is not None for request in self.requests)
 

@@ -19,7 +19,7 @@ from outrider.serve.service import Service
 from outrider.serve.settings import ServerSettings
 
 T = TypeVar("T")
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds after which a test has hung."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from outrider.core.params import SpecParams
 from outrider.core.types import FinishReason
 from outrider.engine.engine import Engine
 from outrider.serve.loop import EngineLoop
+from outrider.serve.web import EventStream
 from tests.serve.serving import make_llm, run, serving, until
 from tests.serve.test_completions import frames
 
@@ -65,6 +67,41 @@ def test_a_slow_reader_holds_nothing_up(llm: LLM) -> None:
         assert deltas[0].text == want.text
         assert deltas[0].finish_reason is FinishReason.LENGTH
         await loop.stop()
+
+    run(work())
+
+
+def test_a_client_that_does_not_read_holds_nothing_up(llm: LLM) -> None:
+    """Its connection takes no more bytes: others get their answers, and when it goes its request ends."""
+
+    async def work() -> None:
+        async with serving(llm.engine) as (client, service):
+            stuck, gone = asyncio.Event(), asyncio.Event()
+
+            async def receive() -> dict[str, Any]:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                if message.get("body"):
+                    stuck.set()
+                    await asyncio.Event().wait()
+
+            stream = await service.loop.submit([[5]], LONG, PLAIN)
+
+            async def texts() -> AsyncIterator[bytes]:
+                async for delta in stream.deltas():
+                    yield delta.text.encode()
+
+            response = EventStream(stream, texts(), {})
+            unread = asyncio.ensure_future(response({}, receive, send))
+            await stuck.wait()
+            reply = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})
+            assert reply.status_code == 200
+            assert service.loop.answers == 1
+            gone.set()
+            await unread
+            assert not await service.loop.call(lambda engine: engine.has_work)
 
     run(work())
 
