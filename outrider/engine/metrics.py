@@ -47,10 +47,11 @@ class Histogram:
 class EngineMetrics:
     """Totals since the engine was built. ``spec`` holds one set of counters a drafter: the sum over its answers.
 
-    A token counts when it is handed out. Times: ``queue_time`` is a request's until its first rows;
-    ``first_token_time`` a request's from its arrival; ``request_time`` the whole of one that came to its end; ``token_time`` every token's
-    after an answer's first: k that a step gives at once share the time since the one before. So it has as many samples
-    as there are generated tokens, less one an answer, and their sum is what answers took after their first tokens.
+    A token counts when it is handed out. Times: ``queue_time`` is a request's until its first rows,
+    ``first_token_time`` one's from its arrival to its first token, ``request_time`` the whole of one that came to its
+    end. ``token_time`` is every token's after an answer's first: k that a step gives at once share the time since the
+    one before. So it has as many samples as there are tokens, less one an answer, and their sum is what answers took
+    after their first tokens.
     """
 
     steps: int = 0

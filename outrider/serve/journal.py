@@ -19,11 +19,13 @@ logger = logging.getLogger("outrider")
 class RequestRecord:
     """One prompt and its answers; times in seconds, None where it did not come to that.
 
-    ``cached_tokens`` of the prompt were in the KV cache already. ``ttft`` runs from arrival to the first token, and
-    ``tpot`` is the mean time of the answers' further tokens.
+    ``sequences`` are what the engine's own log lines call the answers. ``cached_tokens`` of the prompt were in the KV
+    cache already. ``ttft`` runs from arrival to the first token, and ``tpot`` is the mean time of the answers' further
+    tokens.
     """
 
     id: str
+    sequences: str
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
@@ -53,6 +55,7 @@ class RequestRecord:
 
         return RequestRecord(
             id=id,
+            sequences=",".join(str(answer.seq.id) for answer in request.answers),
             prompt_tokens=len(request.prompt_ids),
             cached_tokens=request.answers[0].seq.n_cached,
             output_tokens=sum(answer.seq.n_output for answer in request.answers),
