@@ -16,7 +16,7 @@ from outrider.serve.settings import ServerSettings
 from outrider.spec.registry import PLAIN
 
 HELP = "serve a model over HTTP, as OpenAI's API does"
-NEEDED = ("starlette", "pydantic", "uvicorn")
+NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     for package in NEEDED:
         if importlib.util.find_spec(package) is None:
             raise SettingError(f"outrider serve needs the package {package}: pip install 'outrider[serve]'")
+    from outrider.serve.logs import write_logs_as
     from outrider.serve.run import bind, serve, url_of
     from outrider.serve.service import Service
 
@@ -38,9 +39,11 @@ def run(args: argparse.Namespace) -> int:
         print(f"outrider: anybody who reaches {settings.host} can use the server: --api-key keeps it", file=sys.stderr)
     bound = bind(settings)
     with bound:
+        write_logs_as(settings.log_format)
         print(f"loading {args.model} ...", file=sys.stderr, flush=True)
         llm = flags.load(args, hints=True)
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
+        logging.getLogger("outrider").setLevel(logging.INFO)  # from here on: requests, and changes of mind
         service = Service.of(llm.engine, settings)
         drafter, length = next(iter(llm.engine.proposers)), llm.engine.spec.num_speculative_tokens
         how = "plain decoding" if drafter == PLAIN else f"drafter {drafter} with {length} draft tokens"

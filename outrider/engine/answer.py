@@ -106,6 +106,9 @@ class Answer:
         self.logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None
         self.error = ""
+        self.began: float | None = None  # perf_counter seconds: of its first rows, its first token, its newest token
+        self.first_token: float | None = None
+        self.last_token = 0.0
         self.text = ""
         self.drafted: list[bool] = []  # per output token: was it an accepted draft token?
         self._detokenizer = detokenizer

@@ -84,7 +84,6 @@ class Engine:
         self._next_request = 0
         self._next_sequence = 0
         self._in_step = False
-        self._failed_drafters: set[str] = set()
         self._aborts: list[int] = []
 
     def put_drafter(self, name: str, proposer: Proposer) -> None:
@@ -201,13 +200,15 @@ class Engine:
     def _step(self) -> list[Delta]:
         clock = [time.perf_counter()]
         plan = self.scheduler.schedule()
+        self.metrics.preemptions += len(plan.preempted)
         for seq in plan.preempted:
             self._proposer_of(seq).release(seq.id)
         if not plan.spans:
             return []
         for span in plan.spans:
-            request = self._request_of[span.seq.id]
-            request.started = request.started or clock[0]
+            answer = self._answer_of[span.seq.id]
+            if answer.began is None:
+                self.metrics.began(self._request_of[span.seq.id], answer, clock[0])
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
             for proposer in self.proposers.values():
@@ -277,9 +278,9 @@ class Engine:
                     raise ValueError(f"token id {token}, where 0 to {self.limits.vocab_size - 1} are allowed")
             return drafts
         except Exception as error:
-            level = logging.DEBUG if name in self._failed_drafters else logging.WARNING  # once is enough
+            level = logging.DEBUG if name in self.metrics.drafter_failures else logging.WARNING  # once is enough
             logger.log(level, "drafter %s failed: %s", name, error, exc_info=True)
-            self._failed_drafters.add(name)
+            self.metrics.drafter_failures[name] += 1
             for span in spans:
                 proposer.release(span.seq.id)
             return [Draft.nothing("the drafter failed") for _ in spans]
@@ -306,15 +307,17 @@ class Engine:
             answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
             return Outcome(span, finish=answer.finish)
         draft, path = span.draft, outcome.path
-        answer.stats.add_step(draft.n_verify, len(path), len(outcome.new_tokens), draft.reason, draft.by_source(path))
+        step = draft.n_verify, len(path), len(outcome.new_tokens), draft.reason, draft.by_source(path)
+        for stats in (answer.stats, self.metrics.spec_of(self._request_of[span.seq.id].drafter)):
+            stats.add_step(*step)
         return outcome
 
     def _settle(self, seq: Sequence) -> Delta:
         """Hands out what a sequence gained, into the request's mailbox too; retires it if it ended."""
         request, answer = self._request_of[seq.id], self._answer_of[seq.id]
         tokens, logprobs = answer.take()
-        if tokens and request.first_token is None:
-            request.first_token = time.perf_counter()
+        if tokens:
+            self.metrics.gained(request, answer, len(tokens), time.perf_counter())
         index, segments = request.answers.index(answer), tuple(answer.release())
         delta = Delta(request.id, index, tokens, segments, logprobs, answer.finish)
         request.pending.append(delta)
@@ -337,13 +340,8 @@ class Engine:
         self.proposers[request.drafter].release(seq.id)
         self.scheduler.remove(seq)
         if all(answer.seq.id not in self._answer_of for answer in request.answers):  # the last one, not just all ended
-            request.finished = time.perf_counter()
             del self._requests[request.id]
-            if any(answer.finish is FinishReason.ABORT for answer in request.answers):
-                self.metrics.requests_aborted += 1
-            else:
-                self.metrics.requests_finished += 1
-            self.metrics.cached_prompt_tokens += sum(answer.seq.n_cached for answer in request.answers)
+            self.metrics.ended(request, time.perf_counter())
 
     def _span_record(self, outcome: Outcome) -> SpanRecord:
         span = outcome.span

@@ -20,10 +20,12 @@ from outrider.core.errors import OutriderError
 from outrider.core.version import __version__
 from outrider.serve import chat, completions, static, status, tokens
 from outrider.serve.bodies import parse, read_body
+from outrider.serve.caller import Caller, RequestIds
 from outrider.serve.errors import ApiError, as_api_error, unavailable
 from outrider.serve.guard import KeyGuard, OriginGuard
 from outrider.serve.live import Live
 from outrider.serve.live import status as live_status
+from outrider.serve.metrics import TEXT_FORMAT, exposition
 from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Service
 from outrider.serve.web import ClientGoneError, Json, error_response, unless_gone
@@ -47,6 +49,7 @@ def create_app(service: Service) -> Starlette:
 
     settings = service.settings
     middleware = [
+        Middleware(RequestIds),
         Middleware(OriginGuard, allowed=settings.cors_origin),
         Middleware(KeyGuard, keys=settings.api_key),
     ]
@@ -100,11 +103,14 @@ def _routes(service: Service) -> list[Route]:
     async def version(_: Request) -> Response:
         return Json({"version": __version__})
 
+    async def metrics(_: Request) -> Response:
+        return Response(await exposition(service.loop), media_type=TEXT_FORMAT)
+
     async def complete(request: Request, body: CompletionRequest) -> Response:
-        return await completions.complete(service, body, request.scope["tenant"])
+        return await completions.complete(service, body, Caller.of(request))
 
     async def answer(request: Request, body: ChatRequest) -> Response:
-        return await chat.answer(service, body, request.scope["tenant"])
+        return await chat.answer(service, body, Caller.of(request))
 
     async def tokenize(_: Request, body: TokenizeRequest) -> Response:
         return Json(await tokens.tokenize(service, body))
@@ -117,6 +123,7 @@ def _routes(service: Service) -> list[Route]:
         Route("/health", health),
         Route("/ready", ready),
         Route("/version", version),
+        Route("/metrics", metrics),
         Route("/v1/models", list_models),
         Route("/v1/models/{name:path}", one_model),
         Route("/v1/speculation", speculation),

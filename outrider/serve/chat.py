@@ -9,16 +9,17 @@ from starlette.responses import Response
 
 from outrider.engine.request import Completion, Delta, RequestOutput
 from outrider.sampling.logprobs import TokenLogprob
+from outrider.serve.caller import Caller, new_id
 from outrider.serve.errors import bad_field
 from outrider.serve.logprobs import chat_entries
 from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, spec_of
 from outrider.serve.reply import Choice, Reply, finish_name
 from outrider.serve.schemas import NO_TOOLS, ChatRequest, Message, Tool
-from outrider.serve.service import Service, new_id
+from outrider.serve.service import Service
 from outrider.serve.tools import Call, ToolParser, conversation, takes_tools, told_in_words, tool_objects
 
 
-async def answer(service: Service, request: ChatRequest, tenant: str) -> Response:
+async def answer(service: Service, request: ChatRequest, caller: Caller) -> Response:
     """Answers one request. Raises ApiError or SettingError before anything is sent."""
     tools = [] if request.tool_choice == NO_TOOLS else request.tools
     if tools and not request.parallel_tool_calls:
@@ -32,13 +33,14 @@ async def answer(service: Service, request: ChatRequest, tenant: str) -> Respons
     prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt)
     params = sampling_of(request, longest_answer(wanted, param, None, len(prompt), service.context), logprobs)
     await service.prepare(params)
-    spec = spec_of(request, service.engine, tenant)
-    stream = await service.loop.submit([prompt], params, spec, live=request.stream)
+    spec = spec_of(request, service.engine, caller.tenant)
+    stream = await service.loop.submit([prompt], params, spec, live=request.stream, caller=caller)
     writer = _Writer(service, bool(tools), logprobs is not None)
     if request.stream:
-        reply = Reply(service, request, "chatcmpl", "chat.completion.chunk", len(prompt))
+        reply = Reply(service, request, caller.id("chatcmpl"), "chat.completion.chunk", len(prompt))
         return reply.stream(stream, writer.pieces)
-    return await Reply(service, request, "chatcmpl", "chat.completion", len(prompt)).whole(stream, writer.choices)
+    reply = Reply(service, request, caller.id("chatcmpl"), "chat.completion", len(prompt))
+    return await reply.whole(stream, writer.choices)
 
 
 async def chat_prompt(

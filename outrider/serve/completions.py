@@ -8,6 +8,7 @@ from typing import Any
 from starlette.responses import Response
 
 from outrider.engine.request import Delta, RequestOutput
+from outrider.serve.caller import Caller
 from outrider.serve.errors import bad_field
 from outrider.serve.logprobs import CompletionLogprobs
 from outrider.serve.params import longest_answer, sampling_of, spec_of
@@ -19,7 +20,7 @@ USUAL_TOKENS = 16
 """OpenAI's default of ``max_tokens`` here."""
 
 
-async def complete(service: Service, request: CompletionRequest, tenant: str) -> Response:
+async def complete(service: Service, request: CompletionRequest, caller: Caller) -> Response:
     """Answers one request. Raises ApiError or SettingError before anything is sent."""
     _check(request)
     prompts = await _prompts(service, request)
@@ -29,9 +30,9 @@ async def complete(service: Service, request: CompletionRequest, tenant: str) ->
     )
     params = sampling_of(request, longest, request.logprobs)
     await service.prepare(params)
-    spec = spec_of(request, service.engine, tenant)
-    stream = await service.loop.submit(prompts, params, spec, live=request.stream)
-    reply = Reply(service, request, "cmpl", "text_completion", sum(map(len, prompts)))
+    spec = spec_of(request, service.engine, caller.tenant)
+    stream = await service.loop.submit(prompts, params, spec, live=request.stream, caller=caller)
+    reply = Reply(service, request, caller.id("cmpl"), "text_completion", sum(map(len, prompts)))
     writer = _Writer(service, request, _echoes(service, request, prompts))
     if request.stream:
         return reply.stream(stream, writer.pieces)

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from outrider.serve.caller import tenant_of
 from outrider.serve.errors import ApiError
-from outrider.serve.service import tenant_of
 from outrider.serve.static import FILES
 from outrider.serve.web import error_response
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.engine.engine import Engine
 from outrider.engine.request import Delta, Request
+from outrider.serve.caller import Caller
 from outrider.serve.errors import ApiError, bad_field, unavailable
 from outrider.serve.stream import Stream
 
@@ -30,11 +31,19 @@ _DRAIN_TICK = 0.02
 class EngineLoop:
     """Runs an engine for any number of readers. Its methods belong to the event loop that ``start`` was called on."""
 
-    def __init__(self, engine: Engine, max_queue: int, timeout: float | None = None) -> None:
-        """At most ``max_queue`` answers wait beside those that run; ``timeout`` (seconds) ends a request."""
+    def __init__(
+        self,
+        engine: Engine,
+        max_queue: int,
+        timeout: float | None = None,
+        on_end: Callable[[Stream], None] | None = None,
+    ) -> None:
+        """At most ``max_queue`` answers wait beside those that run; ``timeout`` (seconds) ends a request; ``on_end`` is
+        shown each stream whose requests have all ended, however they did."""
         self.engine = engine
         self.capacity = engine.config.max_num_seqs + max_queue
         self.timeout = timeout
+        self._on_end = on_end
         self.failure: BaseException | None = None
         self.draining = False
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -103,7 +112,12 @@ class EngineLoop:
             self._calls.discard(future)
 
     async def submit(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, spec: SpecParams, live: bool = True
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        spec: SpecParams,
+        live: bool = True,
+        caller: Caller | None = None,
     ) -> Stream:
         """Queues all prompts or none. Raises ApiError (full, shutting down, engine dead) or SettingError.
 
@@ -121,7 +135,7 @@ class EngineLoop:
                 code="queue_full",
                 headers={"Retry-After": "1"},
             )
-        stream = Stream(answers, params.n, live, self._close)
+        stream = Stream(answers, params.n, live, self._close, caller or Caller())
         self._hold(stream)
         try:
             await self.call(lambda engine: self._add(stream, prompts, params, spec))
@@ -159,6 +173,9 @@ class EngineLoop:
             stream.put(deltas, ended)
             if ended:
                 self._release(stream)
+        if self._on_end is not None:
+            for stream in (stream for stream, _, ended in news if ended):
+                self._on_end(stream)
 
     def _end(self, error: ApiError) -> None:
         """Fails whatever still waits for the engine's thread."""

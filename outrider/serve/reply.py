@@ -9,7 +9,7 @@ from typing import Any
 from outrider.core.types import FinishReason
 from outrider.engine.request import Delta, RequestOutput
 from outrider.serve.schemas import Sampling
-from outrider.serve.service import Service, new_id
+from outrider.serve.service import Service
 from outrider.serve.stream import Stream
 from outrider.serve.usage import counts, speculation, usage
 from outrider.serve.web import EventStream, Json, dumps
@@ -20,8 +20,8 @@ Choice = dict[str, Any]
 class Reply:
     """One response: its head, and how choices become a body or an event stream."""
 
-    def __init__(self, service: Service, request: Sampling, prefix: str, kind: str, prompt_tokens: int) -> None:
-        self.id = new_id(prefix)
+    def __init__(self, service: Service, request: Sampling, id: str, kind: str, prompt_tokens: int) -> None:
+        self.id = id
         self.created = int(time.time())
         self._name, self._kind = service.name, kind
         self._prompt_tokens = prompt_tokens
@@ -39,11 +39,11 @@ class Reply:
         finally:
             stream.close()
         body = self._head(choices(outputs)) | {"usage": usage(outputs)} | self._measured(outputs)
-        return Json(body, headers=self._headers)
+        return Json(body)
 
     def stream(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> EventStream:
         """The response piece by piece; ``choices`` makes of a delta what is to be sent, one frame each."""
-        return EventStream(stream, self._frames(stream, choices), self._headers)
+        return EventStream(stream, self._frames(stream, choices))
 
     async def _frames(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> AsyncIterator[bytes]:
         generated = 0
@@ -81,10 +81,6 @@ class Reply:
 
     def _measured(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
         return {"metrics": speculation(outputs)} if self._metrics else {}
-
-    @property
-    def _headers(self) -> dict[str, str]:
-        return {"X-Request-Id": self.id}
 
 
 def frame(chunk: object) -> bytes:

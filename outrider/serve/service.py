@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,8 +15,10 @@ from outrider.models.chat_template import ChatTemplate
 from outrider.models.load import LoadedModel
 from outrider.models.tokenizer import Tokenizer
 from outrider.serve.errors import ApiError, bad_field
+from outrider.serve.journal import Journal
 from outrider.serve.loop import EngineLoop
 from outrider.serve.settings import ServerSettings
+from outrider.serve.trace import Tracer
 
 _SHORT = 4096
 """Characters that are encoded at once; more of them go to a thread, so that others' streams flow on."""
@@ -36,7 +36,9 @@ class Service:
     @staticmethod
     def of(engine: Engine, settings: ServerSettings) -> Service:
         name = settings.served_model_name or engine.target.name
-        return Service(EngineLoop(engine, settings.max_queue, settings.request_timeout), settings, name)
+        journal = Journal(name, settings.log_requests, Tracer.find())
+        loop = EngineLoop(engine, settings.max_queue, settings.request_timeout, journal.note)
+        return Service(loop, settings, name)
 
     @property
     def engine(self) -> Engine:
@@ -102,12 +104,3 @@ class Service:
             )
         except SettingError as error:
             raise ApiError(400, str(error), param="messages", code="invalid_value") from None
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{uuid.uuid4().hex}"
-
-
-def tenant_of(key: str) -> str:
-    """Keeps what drafters remember apart by API key, without keeping the key."""
-    return hashlib.sha256(key.encode(errors="replace")).hexdigest()[:16] if key else ""

@@ -32,6 +32,8 @@ class ServerSettings:
     grace: float = setting(30, "seconds that running requests get on shutdown", low=0)
     per_request_spec_decode_metrics: bool = setting(False, "show in every response what speculation did for it")
     access_log: bool = setting(False, "log a line for each HTTP request")
+    log_requests: bool = setting(True, "log a line for each request that ended: numbers, never text")
+    log_format: str = setting("text", "how logs are written", choices=("text", "json"))
 
     def __post_init__(self) -> None:
         check_settings(self)

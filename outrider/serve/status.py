@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import asdict, replace
 from typing import Any
 
 from outrider.engine.answer import SpecStats
 from outrider.engine.engine import Engine
 from outrider.serve.service import Service
+from outrider.spec.controller import SpecStatus
 from outrider.spec.registry import PLAIN
+
+NO_DRAFTER = "the server was started without a drafter"
 
 
 def models(service: Service) -> dict[str, Any]:
@@ -30,7 +35,6 @@ def model(service: Service) -> dict[str, Any]:
 def speculation(engine: Engine) -> dict[str, Any]:
     """``/v1/speculation``: what is on, with what, and why; read on the engine's thread."""
     default, spec = next(iter(engine.proposers)), engine.spec
-    status = getattr(engine.controller, "status", None)
     enabled = default != PLAIN and spec.num_speculative_tokens > 0
     total = SpecStats.total(engine.metrics.spec.values())
     return {
@@ -40,7 +44,7 @@ def speculation(engine: Engine) -> dict[str, Any]:
         "drafters": list(engine.proposers),
         "num_speculative_tokens": spec.num_speculative_tokens,
         "rejection_sample_method": spec.rejection_sample_method,
-        "controller": status() if callable(status) else {"kind": type(engine.controller).__name__},
+        "controller": {"kind": type(engine.controller).__name__, **_shown(spec_status(engine))},
         "running": len(engine.scheduler.running),
         "waiting": len(engine.scheduler.waiting),
         "totals": _counters(total),
@@ -48,9 +52,23 @@ def speculation(engine: Engine) -> dict[str, Any]:
     }
 
 
+def spec_status(engine: Engine) -> SpecStatus:
+    """What the controller is doing; where there is nothing to draft with, that."""
+    default = next(iter(engine.proposers))
+    if default == PLAIN:
+        return SpecStatus(False, NO_DRAFTER, PLAIN, 0.0)
+    status = engine.controller.status
+    return replace(status, drafter=status.drafter or default)
+
+
+def _shown(status: SpecStatus) -> dict[str, Any]:
+    since = None if status.changed is None else time.perf_counter() - status.changed
+    return {name: value for name, value in asdict(status).items() if name != "changed"} | {"changed_seconds_ago": since}
+
+
 def _reason(default: str, length: int) -> str:
     if default == PLAIN:
-        return "the server was started without a drafter"
+        return NO_DRAFTER
     if length == 0:
         return "num_speculative_tokens is 0"
     return f"drafter {default}, up to {length} draft tokens a step"

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from outrider.core.types import FinishReason
 from outrider.engine.request import Delta, Request, RequestOutput
+from outrider.serve.caller import Caller
 from outrider.serve.errors import ApiError
 
 
@@ -19,8 +20,8 @@ class Stream:
     nothing comes before the end, for those who want the whole answer only.
     """
 
-    def __init__(self, answers: int, n: int, live: bool, on_close: Callable[[Stream], None]) -> None:
-        self.answers, self.live = answers, live
+    def __init__(self, answers: int, n: int, live: bool, on_close: Callable[[Stream], None], caller: Caller) -> None:
+        self.answers, self.live, self.caller = answers, live, caller
         self.requests: list[Request] = []
         self.ended = False
         self.closed = False

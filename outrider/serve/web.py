@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Mapping
+from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
@@ -49,11 +49,11 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, stream: Stream, frames: AsyncIterator[bytes], headers: Mapping[str, str]) -> None:
+    def __init__(self, stream: Stream, frames: AsyncIterator[bytes]) -> None:
         self._stream, self._frames = stream, frames
         self.status_code, self.background = 200, None
         self.body = b""
-        self.init_headers({**headers, "Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -10,7 +10,10 @@ import pytest
 from outrider import LLM
 from tests.tiny import write_tiny_model
 
-if any(importlib.util.find_spec(package) is None for package in ("starlette", "uvicorn", "pydantic", "httpx")):
+if any(
+    importlib.util.find_spec(package) is None
+    for package in ("starlette", "uvicorn", "pydantic", "prometheus_client", "httpx")
+):
     collect_ignore_glob = ["test_*.py"]
 
 

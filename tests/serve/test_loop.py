@@ -93,7 +93,7 @@ def test_a_client_that_does_not_read_holds_nothing_up(llm: LLM) -> None:
                 async for delta in stream.deltas():
                     yield delta.text.encode()
 
-            response = EventStream(stream, texts(), {})
+            response = EventStream(stream, texts())
             unread = asyncio.ensure_future(response({}, receive, send))
             await stuck.wait()
             reply = await client.post("/v1/completions", json={"prompt": "x", "max_tokens": 5})

@@ -161,7 +161,9 @@ def test_the_command_serves_until_a_signal(folder: str) -> None:
             assert text.endswith("data: [DONE]\n\n")
             assert json.loads(text.split("\n\n")[-3][6:])["choices"][0]["finish_reason"] == "length"
             assert process.wait(PATIENCE) == 0
-            assert "Traceback" not in process.stderr.read()
+            rest = process.stderr.read()
+            assert "Traceback" not in rest
+            assert any("request id=" in line and "finish_reason=length" in line for line in rest.splitlines())
         finally:
             process.kill()
 
