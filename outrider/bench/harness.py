@@ -146,6 +146,7 @@ def run_bench(
             record = run_load(llm, prompts, load, setting, params)
             records.append(record)
             done(record)
+    llm.engine.controller = controllers[False]
 
 
 def run_load(llm: LLM, prompts: Sequence[BenchPrompt], load: Load, setting: Setting, params: SamplingParams) -> Record:

@@ -70,6 +70,7 @@ class _Request:
     reason: str = ""
     account: float = 0.0  # seconds that may be lost to trying
     asked: int = 0  # rows, in this step
+    trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
     probing: bool = False
     drafts: int = 0
     news: int = 0  # changes when there is enough news to decide anew
@@ -171,7 +172,7 @@ class AutoLength(DraftController):
             if request is None:
                 continue
             draft = span.draft
-            request.asked, request.confidence = span.budget, ()
+            request.asked, request.trusted, request.confidence = span.budget, lengths[i], ()
             if draft.n_verify < len(draft):
                 self._drafters[request.drafter].whole = True
             elif draft.confidence is not None and draft.tokens and all(q is None for q in draft.q):
@@ -192,12 +193,12 @@ class AutoLength(DraftController):
 
         decision = best_budgets([wish for _, _, wish in weighed], own_rows, tokens, seconds, sum(lengths))
         for (i, request, wish), kept in zip(weighed, decision.budgets, strict=True):
-            if request.probing:
-                kept = lengths[i]
-            elif kept < lengths[i]:  # now and then a row more, so that what is never kept is not forgotten
-                cost = seconds(own_rows + kept + 1) - seconds(own_rows + kept)
-                if request.account >= max(cost, 0.0):
-                    request.account -= max(cost, 0.0)
+            request.trusted = kept
+            if kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0):
+                # A row more now and then, so that what is never kept is not forgotten.
+                cost = max(0.0, seconds(own_rows + kept + 1) - seconds(own_rows + kept))
+                if request.account >= cost:
+                    request.account -= cost
                     kept += 1
             lengths[i] = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
@@ -289,7 +290,8 @@ class AutoLength(DraftController):
         if not request.asked:
             return 0.0
         drafter = self._drafters[request.drafter]
-        request.survival.add(request.asked, span.drafted, span.path)
+        trusted = min(request.trusted, span.drafted)
+        request.survival.add(request.asked, trusted, [row for row in span.path if row < trusted])
         request.drafts += 1
         request.news += request.probing or request.drafts % NEWS == 0
         if request.confidence:

@@ -31,6 +31,19 @@ def bench(folder: str, *flags: str) -> int:
     return main(["bench", "--model", folder, "--kv-cache-mib", "16", "--max-tokens", "8", *flags])
 
 
+def test_the_controller_takes_turns_with_fixed_lengths(
+    folder: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    out = tmp_path / "out.json"
+    assert bench(folder, "--gamma", "2,auto", "--prompts", prompts, "--limit", "2", "--json", str(out)) == 0
+    rows = json.loads(out.read_text())["overall"]
+    assert [(row["drafter"], row["gamma"]) for row in rows] == [("none", 0), ("ngram", 2), ("ngram", harness.AUTO)]
+    assert all(row["identical"] for row in rows)
+    assert capsys.readouterr().out.count("\nngram    auto ") == 3 + 1
+    assert list((tmp_path / "costs").iterdir())
+
+
 def test_rows_header_and_table(folder: str, prompts: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "out.json"
     flags = ["--drafters", "ngram,model", "--draft-model", folder, "--gamma", "1,2", "--batch", "1,2", "--threads", "1"]
@@ -109,6 +122,7 @@ def test_an_interrupted_run_is_resumed(
         (["--gamma", "1,257"], "--gamma is '1,257'"),
         (["--gamma", "2,2"], "--gamma is '2,2'"),
         (["--gamma", "two"], "--gamma is 'two'"),
+        (["--gamma", "auto,2,auto"], "--gamma is 'auto,2,auto'; allowed is auto once"),
         (["--gamma", "9" * 5000], "--gamma is '999"),
         (["--batch", "1,,8"], "--batch is '1,,8'"),
         (["--batch", "8", "--max-num-seqs", "4"], "--max-num-seqs is 4; allowed is the largest --batch, 8, or more"),
