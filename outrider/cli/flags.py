@@ -80,24 +80,24 @@ def engine_values(args: argparse.Namespace) -> dict[str, Any]:
     return given_flags(EngineConfig, args, ENGINE_FLAGS)
 
 
-def load(args: argparse.Namespace, hints: bool = False) -> LLM:
+def load(args: argparse.Namespace, hints: bool = False, usual: Mapping[str, Any] | None = None) -> LLM:
     """The LLM that the flags describe; progress goes to standard error.
 
-    With ``hints`` the drafters that follow what a request gives stand beside the chosen one.
+    With ``hints`` the drafters that follow what a request gives stand beside the chosen one. ``usual`` are speculation
+    settings that hold where no flag says otherwise.
     """
     engine = engine_values(args)
-    spec = spec_mapping(args)
+    spec = spec_mapping(args, usual)
     with LoadLine(sys.stderr) as progress:
         return LLM(engine.pop("model"), [spec, *(hinted(spec) if hints else ())], progress=progress, **engine)
 
 
-def spec_mapping(args: argparse.Namespace) -> dict[str, Any]:
+def spec_mapping(args: argparse.Namespace, usual: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Speculation settings as flat keys; a flag of another drafter than the chosen one is an error."""
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = dict(usual or {})
     if args.speculative_config is not None:
-        config = spec_from_json(args.speculative_config)
-        shared = {f.name: getattr(config, f.name) for f in dataclasses.fields(SpecConfig) if f.name != "options"}
-        values = {**shared, **config.options}
+        spec_from_json(args.speculative_config)  # checks it
+        values |= json.loads(args.speculative_config)
     values |= given_flags(SpecConfig, args)
     name, _ = kind_of(values.get("method", SpecConfig.method))
     return _with_own_settings(args, [name], values)[0]

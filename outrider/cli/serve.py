@@ -41,12 +41,17 @@ def run(args: argparse.Namespace) -> int:
     with bound:
         write_logs_as(settings.log_format)
         print(f"loading {args.model} ...", file=sys.stderr, flush=True)
-        llm = flags.load(args, hints=True)
+        llm = flags.load(args, hints=True, usual={"speculation": "auto"})
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("outrider").setLevel(logging.INFO)  # from here on: requests, and changes of mind
         service = Service.of(llm.engine, settings)
-        drafter, length = next(iter(llm.engine.proposers)), llm.engine.spec.num_speculative_tokens
-        how = "plain decoding" if drafter == PLAIN else f"drafter {drafter} with {length} draft tokens"
+        drafter, spec = next(iter(llm.engine.proposers)), llm.engine.spec
+        length = (
+            "as many draft tokens as pay"
+            if spec.speculation == "auto"
+            else f"{spec.num_speculative_tokens} draft tokens"
+        )
+        how = "plain decoding" if drafter == PLAIN or spec.speculation == "off" else f"drafter {drafter} with {length}"
         lines = f"{model_line(llm)}; {how}\n{service.name} is served at {url_of(bound)}/v1 (Ctrl-C ends it)"
         serve(service, bound, on_start=lambda: print(lines, file=sys.stderr, flush=True))
     print("outrider: stopped", file=sys.stderr)

@@ -241,11 +241,17 @@ class Engine:
         return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
 
     def _default_drafter(self, params: SamplingParams, spec: SpecParams) -> str:
-        """The controller's choice; for a request that predicts its answer, among those that make use of it."""
-        users = [name for name, proposer in self.proposers.items() if proposer.needs.prediction]
+        """The controller's choice; for a request that predicts its answer, among those that make use of it.
+
+        For another request these are not asked: they may live on predictions alone. But the first drafter always is.
+        """
+        names = list(self.proposers)
+        users = [name for name in names if self.proposers[name].needs.prediction]
         if not spec.enabled:
-            return next(iter(self.proposers))
-        return self.controller.choose(params, users if spec.prediction and users else list(self.proposers))
+            return names[0]
+        if spec.prediction and users:
+            return self.controller.choose(params, users)
+        return self.controller.choose(params, [name for name in names if name == names[0] or name not in users])
 
     def _proposer_of(self, seq: Sequence) -> Proposer:
         return self.proposers[self._request_of[seq.id].drafter]

@@ -118,17 +118,15 @@ def spec_from_mapping(values: Mapping[str, Any]) -> SpecConfig:
         spec_from_mapping(part)
     natural = getattr(settings, "draft_length", None)
     length = values.get("num_speculative_tokens")
-    if config.speculation.startswith("fixed:") and length not in (None, config.num_speculative_tokens):
-        raise SettingError(f"speculation is {config.speculation!r}, but num_speculative_tokens is {length}; give one")
-    if config.speculation == "auto" and length is None:
-        return replace(config, num_speculative_tokens=min(max(natural or 0, MAX_AUTO_DRAFT), MAX_DRAFT))
-    if "num_speculative_tokens" not in values and kind.usual_length is not None:
-        return replace(config, num_speculative_tokens=kind.usual_length)
-    if natural is None:
-        return config
-    if "num_speculative_tokens" not in values:
-        return replace(config, num_speculative_tokens=min(natural, MAX_DRAFT))
-    if config.num_speculative_tokens < natural:
+    if config.speculation.startswith("fixed:"):
+        if length not in (None, config.num_speculative_tokens):
+            said = f"speculation is {config.speculation!r}, but num_speculative_tokens is {length}; give one"
+            raise SettingError(said)
+        length = config.num_speculative_tokens
+    if length is None:
+        usual = max(natural or 0, MAX_AUTO_DRAFT) if config.speculation == "auto" else kind.usual_length or natural
+        return config if usual is None else replace(config, num_speculative_tokens=min(usual, MAX_DRAFT))
+    if natural is not None and config.num_speculative_tokens < natural:
         logger.warning("num_speculative_tokens %d cuts the tree of %d nodes", config.num_speculative_tokens, natural)
     return config
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from outrider.core.config import SpecConfig
+from outrider.core.config import MAX_AUTO_DRAFT, SpecConfig
 from outrider.core.errors import SettingError
 from outrider.spec.drafts.ngram import Ngram, NgramSettings
 from outrider.spec.drafts.none import NoDraft
@@ -156,7 +156,8 @@ def test_names_and_aliases_are_distinct_and_every_setting_has_an_explanation() -
 
 
 def test_no_settings_at_all_are_the_defaults() -> None:
-    assert spec_from_mapping({}) == SpecConfig() == spec_from_json("{}")
+    usual = SpecConfig(num_speculative_tokens=8)  # of the default drafter
+    assert spec_from_mapping({}) == usual == spec_from_json("{}")
     assert settings_of(SpecConfig()) == NgramSettings()
 
 
@@ -222,3 +223,11 @@ def test_a_proposer_is_built_from_its_settings() -> None:
     assert isinstance(built, Ngram)
     assert built.settings.prompt_lookup_max == 7
     assert isinstance(build_proposer(SpecConfig(method="none"), DraftContext(target, config)), NoDraft)
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_a_fixed_length_is_not_the_usual_one(method: str) -> None:
+    assert spec_from_mapping({"method": method, "speculation": "fixed:5"}).num_speculative_tokens == 5
+    assert spec_from_mapping({"method": method, "speculation": "fixed"}).num_speculative_tokens == 8
+    assert spec_from_mapping({"method": method, "num_speculative_tokens": 4}).num_speculative_tokens == 4
+    assert spec_from_mapping({"method": method, "speculation": "auto"}).num_speculative_tokens == MAX_AUTO_DRAFT
