@@ -95,7 +95,7 @@ def test_the_setting_decides_who_decides(tmp_path, monkeypatch: pytest.MonkeyPat
     assert automatic.controller.longest == 32
     assert engine_with(speculation="auto", num_speculative_tokens=6).controller.longest == 6
     assert_same(run_all(automatic, [(PROMPTS[0], PARAMS)])[0], reference()[0])
-    for values, gamma in (({}, 3), ({"speculation": "fixed:7"}, 7), ({"speculation": "off"}, 0)):
+    for values, gamma in (({}, 8), ({"speculation": "fixed:7"}, 7), ({"speculation": "off"}, 0)):
         controller = engine_with(**values).controller
         assert isinstance(controller, FixedLength)
         assert controller.gamma == gamma
