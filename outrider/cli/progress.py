@@ -28,7 +28,7 @@ class LoadLine:
             self._began, self._shown = self._clock(), False
         if self._clock() - self._began < _AFTER:
             return
-        text = f"{step.what}: layer {step.layer} of {step.layers}"
+        text = f"{step.what}: {step.unit} {step.layer} of {step.layers}"
         if self._stream.isatty():
             self._stream.write(f"{_CLEAR}{text}")
             self._stream.flush()

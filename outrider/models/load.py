@@ -63,11 +63,12 @@ class LoadedModel:
 
 @dataclass(frozen=True)
 class LoadStep:
-    """How far loading is: ``layer`` of the ``layers`` are done; ``what`` it is about, for people."""
+    """How far loading is: ``layer`` of the ``layers`` (or what else ``unit`` says) are done; ``what`` is for people."""
 
     what: str
     layer: int
     layers: int
+    unit: str = "layer"
 
 
 Progress = Callable[[LoadStep], None]

@@ -10,6 +10,8 @@ from collections.abc import Collection, Sequence
 
 FIRST_GUESS = 0.6
 """Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
+PATIENCE = 2
+"""So many times as much is the prior believed about drafts being there at all: an answer's beginning has few to look up."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
@@ -76,7 +78,8 @@ class Survival:
                 likely = min(there, base[1][i])
             if i < len(counts.asked):
                 guess = min(chance, (counts.accepted[i] + pull * guess) / (counts.there[i] + pull))
-                likely = min(there, (counts.filled[i] + pull * likely) / (counts.asked[i] + pull))
+                missing = pull * PATIENCE
+                likely = min(there, (counts.filled[i] + missing * likely) / (counts.asked[i] + missing))
             if self._prior is None and i and chance > 0:
                 step = guess / chance
             survival.append(guess)

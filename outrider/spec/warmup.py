@@ -52,7 +52,7 @@ def cost_table(target: LoadedModel, runner: Runner, slots: int, progress: Progre
 
     def tell(done: int, of: int) -> None:
         if progress is not None:
-            progress(LoadStep(f"timing {target.name}", done, of))
+            progress(LoadStep(f"timing {target.name}", done, of, "pass"))
 
     table = measure(runner, slots, tell)
     _write(path, key, table)
