@@ -198,15 +198,13 @@ void attend(const AttendTask& t) {
 void merge(float* state, const float* later, int64_t padded) {
   float *mine = state + padded, lanes[kLanes];
   const float* other = later + padded;
-  const float top = mine[0] > other[0] ? mine[0] : other[0];
-  const auto weight = [&](float of) {
-    V::store(lanes, exp_lanes(V::set(of - top)));
-    return lanes[0];
-  };
-  const float a = weight(mine[0]), b = weight(other[0]);
+  // The state with the greater score keeps its weights; those of the other one are measured by it.
+  const float rise = other[0] - mine[0];
+  V::store(lanes, exp_lanes(V::set(rise > 0 ? -rise : rise)));
+  const float a = rise > 0 ? lanes[0] : 1.0f, b = rise > 0 ? 1.0f : lanes[0];
   for (int64_t i = 0; i < padded; i += kLanes)
     V::store(state + i, V::fma(V::load(state + i), V::set(a), V::mul(V::load(later + i), V::set(b))));
-  mine[0] = top;
+  if (rise > 0) mine[0] = other[0];
   mine[1] = mine[1] * a + other[1] * b;
 }
 
