@@ -11,7 +11,7 @@ from collections.abc import Collection, Sequence
 FIRST_GUESS = 0.6
 """Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
 PATIENCE = 2
-"""So many times as much is the prior believed about drafts being there at all: an answer's beginning has few to look up."""
+"""So many times as much is the prior believed about drafts being there: early in an answer little can be looked up."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
