@@ -13,7 +13,7 @@ from outrider.core.errors import SettingError
 from outrider.core.settings import add_flags, given_flags
 from outrider.models.load import DEFAULT_MODEL
 from outrider.serve.settings import ServerSettings
-from outrider.spec.registry import PLAIN
+from outrider.spec.registry import PLAIN, UNTRAINED
 
 HELP = "serve a model over HTTP, as OpenAI's API does"
 NEEDED = ("starlette", "pydantic", "uvicorn", "prometheus_client")
@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     with bound:
         write_logs_as(settings.log_format)
         print(f"loading {args.model} ...", file=sys.stderr, flush=True)
-        llm = flags.load(args, hints=True, usual={"speculation": "auto"})
+        llm = flags.load(args, hints=True, usual={"method": UNTRAINED, "speculation": "auto"})
         logging.getLogger("uvicorn").setLevel(logging.WARNING)
         logging.getLogger("outrider").setLevel(logging.INFO)  # from here on: requests, and changes of mind
         service = Service.of(llm.engine, settings)

@@ -59,6 +59,8 @@ DRAFTERS: Mapping[str, DrafterKind] = {
 
 PLAIN = "none"
 """The drafter that never drafts: what the others are measured against."""
+UNTRAINED = "suffix"
+"""The drafter that pays most of those that need nothing but the text (measured: docs/drafters.md)."""
 PREDICTING = "prediction"
 """The drafter for a request that comes with a prediction of its answer, where none was chosen."""
 

@@ -9,7 +9,7 @@ import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,8 @@ import torch
 
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
-from outrider.core.types import Sequence, Span
+from outrider.core.types import Sequence as Seq
+from outrider.core.types import Span
 from outrider.core.version import __version__
 from outrider.models.load import LoadedModel, LoadStep, Progress
 from outrider.models.pull import cache_dir
@@ -34,6 +35,10 @@ CONTEXTS = (64, 1024)
 ROUNDS = 5
 PATIENCE = 1.6
 """Seconds after which no further pass is timed, once each number of rows was (or, for a slow model, a few were)."""
+STEADY = 1.15
+"""Of the two shortest times of a pass one may be so many times the other where nothing else keeps the machine busy."""
+BUMP = 1.1
+"""So many times as dear as a pass of more rows may a pass be: at the edges of a kernel's tiles it is."""
 
 
 def cost_table(target: LoadedModel, runner: Runner, slots: int, progress: Progress | None = None) -> CostTable:
@@ -54,16 +59,22 @@ def cost_table(target: LoadedModel, runner: Runner, slots: int, progress: Progre
         if progress is not None:
             progress(LoadStep(f"timing {target.name}", done, of, "pass"))
 
-    table = measure(runner, slots, tell)
-    _write(path, key, table)
+    table, steady = measure(runner, slots, tell)
+    if steady:
+        _write(path, key, table)
+    else:
+        logger.info("the machine is busy: costs were measured, but not kept")
     return table
 
 
 def measure(
     runner: Runner, slots: int, tell: Callable[[int, int], None], clock: Callable[[], float] = time.perf_counter
-) -> CostTable:
-    """Times passes of one sequence, number of rows by number of rows, several rounds: no slow moment spoils a row's
-    figure, which is the lower quartile of its times."""
+) -> tuple[CostTable, bool]:
+    """Times passes of one sequence, number of rows by number of rows, several rounds; and whether they agreed.
+
+    What disturbs a pass only ever makes it longer. So its figure is its shortest time, and no greater than that of a
+    pass of more rows.
+    """
     short, long = (min(c, runner.decoder.config.max_position - ROWS[-1], slots - ROWS[-1]) for c in CONTEXTS)
     short = max(short, 1)
     pairs = [(rows, short) for rows in ROWS] + [(rows, long) for rows in FEW_ROWS if long > 2 * short]
@@ -81,7 +92,13 @@ def measure(
             times.setdefault(pair, []).append(clock() - before)
             tell(n * len(pairs) + i + 1, ROUNDS * len(pairs))
     tell(ROUNDS * len(pairs), ROUNDS * len(pairs))
-    return _table({pair: sorted(own)[len(own) // 4] for pair, own in times.items()}, short, long)
+    return _table({pair: min(own) for pair, own in times.items()}, short, long), _steady(list(times.values()))
+
+
+def _steady(times: Sequence[Sequence[float]]) -> bool:
+    """Whether most passes were timed twice with about the same outcome."""
+    agreeing = [own for own in map(sorted, times) if len(own) > 1 and own[1] < STEADY * own[0]]
+    return 2 * len(agreeing) > len(times)
 
 
 def _table(seconds: dict[tuple[int, int], float], short: int, long: int) -> CostTable:
@@ -89,9 +106,12 @@ def _table(seconds: dict[tuple[int, int], float], short: int, long: int) -> Cost
     both = [n for n in FEW_ROWS if (n, short) in seconds and (n, long) in seconds and long > short]
     slopes = [max(0.0, seconds[n, long] - seconds[n, short]) / (long - short) for n in both]
     per_token = CostTable(tuple(both), tuple(slopes), (0.0,) * len(both), 0) if both else None
+    rising = [seconds[n, short] for n in rows]
+    for i in range(len(rows) - 2, -1, -1):
+        rising[i] = min(rising[i], BUMP * rising[i + 1])
     return CostTable(
         rows=rows,
-        seconds=tuple(seconds[n, short] for n in rows),
+        seconds=tuple(rising),
         per_token=tuple(per_token.at(n, 0) if per_token else 0.0 for n in rows),
         context=short,
     )
@@ -100,7 +120,7 @@ def _table(seconds: dict[tuple[int, int], float], short: int, long: int) -> Cost
 def _span(runner: Runner, rows: int, context: int) -> Span:
     """One sequence of ``context`` tokens whose newest one is computed with ``rows`` - 1 draft rows."""
     blocks = -(-(context + rows) // runner.block_size)
-    seq = Sequence(
+    seq = Seq(
         id=-1,
         tokens=[0] * context,
         n_prompt=context,

@@ -147,11 +147,11 @@ def test_the_command_serves_until_a_signal(folder: str) -> None:
             while not lines or " is served at " not in lines[-1]:
                 lines.append(process.stderr.readline())
                 assert lines[-1], lines
-            assert any("drafter ngram with 3 draft tokens" in line for line in lines)
+            assert any("drafter suffix with as many draft tokens as pay" in line for line in lines)
             url = lines[-1].split(" is served at ")[1].split("/v1")[0]
             shown = httpx.get(f"{url}/v1/speculation").json()
             assert shown["enabled"]
-            assert shown["drafter"] == "ngram"
+            assert shown["drafter"] == "suffix"
             body = {**ENDLESS, "max_tokens": 60, "stream": True}
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as reply:
                 parts = reply.iter_text()

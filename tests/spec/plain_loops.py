@@ -64,15 +64,15 @@ def agreeing(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-def ngram(longest: int = 4, shortest: int = 2) -> Loop:
-    """What followed the last time the newest tokens stood in the text, the longest n-gram first."""
+def ngram(longest: int = 4, shortest: int = 1, factor: int = 2) -> Loop:
+    """What followed the last time the newest tokens stood in the text, the longest n-gram first and furthest."""
 
     def loop(text: list[int], n: int) -> Paths:
         for size in range(longest, shortest - 1, -1):
             for end in range(len(text) - 1, size - 1, -1):
                 if text[end - size : end] == text[-size:]:
                     copy: list[int] = []
-                    for i in range(end, end + n):
+                    for i in range(end, end + min(n, factor * size)):
                         copy.append((text + copy)[i])
                     return chain(copy)
         return ()

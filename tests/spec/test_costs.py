@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 from pathlib import Path
 
 import pytest
 
+from outrider.core.types import Span
 from outrider.models.load import LoadStep
 from outrider.runtime.runner import Runner
 from outrider.spec import warmup
@@ -85,13 +87,14 @@ def test_measuring_takes_every_number_of_rows_and_stops_in_time(toy: tuple[objec
         return real(spans, layers)
 
     runner.forward = forward  # type: ignore[method-assign]
-    table = warmup.measure(runner, 256, lambda done, of: told.append((done, of)), lambda: now[0])
+    table, _ = warmup.measure(runner, 256, lambda done, of: told.append((done, of)), lambda: now[0])
     assert table.rows == warmup.ROWS
     assert table.seconds == pytest.approx([1e-4 * n + 1e-6 * table.context for n in table.rows])
     assert table.per_token == pytest.approx([1e-6] * len(table.rows))
     assert told[-1][0] == told[-1][1]
     now[0], runner.forward = 0.0, lambda spans, layers=(): now.__setitem__(0, now[0] + 10.0)  # type: ignore
-    slow = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    slow, steady = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    assert not steady, "once is no proof"
     assert slow.rows == warmup.ROWS[: len(warmup.FEW_ROWS)], "a slow model is measured at few numbers of rows"
 
 
@@ -100,13 +103,14 @@ def test_the_table_is_kept_and_damaged_files_are_not_believed(
 ) -> None:
     model, runner = toy
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr(warmup, "_steady", lambda times: True)
     steps: list[LoadStep] = []
     table = warmup.cost_table(model, runner, 256, steps.append)  # type: ignore[arg-type]
     assert steps[-1].layer == steps[-1].layers > 0
     (file,) = (tmp_path / "costs").iterdir()
     monkeypatch.setattr(warmup, "measure", lambda *_: pytest.fail("it was measured twice"))
     assert warmup.cost_table(model, runner, 256) == table  # type: ignore[arg-type]
-    monkeypatch.setattr(warmup, "measure", lambda *_: TABLE)
+    monkeypatch.setattr(warmup, "measure", lambda *_: (TABLE, True))
     good = json.loads(file.read_text())
     for damage in (
         "",
@@ -121,3 +125,25 @@ def test_the_table_is_kept_and_damaged_files_are_not_believed(
     other = Runner(model.decoder, 64, 4, "int8")  # type: ignore[attr-defined]
     warmup.cost_table(model, other, 256)  # type: ignore[arg-type]
     assert len(list((tmp_path / "costs").iterdir())) == 2, "another way to store KV has other costs"
+
+
+def test_a_busy_machine_spoils_little_and_is_not_remembered(
+    toy: tuple[object, Runner], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Passes of one number of rows are disturbed every time, most others in most rounds."""
+    model, runner = toy
+    monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    now, calls = [0.0], itertools.count()
+
+    def forward(spans: list[Span], layers: tuple[int, ...] = ()) -> None:
+        rows = spans[0].n_rows
+        disturbed = rows == 5 or next(calls) % 5
+        now[0] += 1e-4 * rows * (3 if disturbed else 1)
+
+    monkeypatch.setattr(runner, "forward", forward)
+    table, steady = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    assert not steady
+    assert table.seconds[table.rows.index(5)] <= warmup.BUMP * table.seconds[table.rows.index(6)]
+    monkeypatch.setattr(warmup, "measure", lambda *_: (table, False))
+    assert warmup.cost_table(model, runner, 256) == table  # type: ignore[arg-type]
+    assert not (tmp_path / "costs").exists()

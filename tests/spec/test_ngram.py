@@ -27,7 +27,8 @@ def propose(drafter: Ngram, tokens: list[int], budget: int = 4, seq_id: int = 0)
 
 
 def lookup(shortest: int = 1, longest: int = 4, selection: str = "recent", branches: int = 1) -> Ngram:
-    return Ngram(NgramSettings(longest, shortest, selection, branches))
+    """Without a limit to how far a match goes on."""
+    return Ngram(NgramSettings(longest, shortest, selection, branches, 256))
 
 
 def oracle(tokens: list[int], shortest: int, longest: int, selection: str, branches: int) -> list[int]:
@@ -170,3 +171,13 @@ def test_of_a_very_common_token_only_the_newest_places_are_looked_at() -> None:
     tokens = [1] * (3 * SCANNED)
     index.update(tokens)
     assert index.matches(tokens, 1) == list(range(len(tokens) - 1, len(tokens) - 1 - SCANNED, -1))
+
+
+def test_a_longer_match_goes_on_further() -> None:
+    drafter = Ngram(NgramSettings())
+    for matched, wanted in ((1, 2), (2, 4), (3, 6), (4, 8), (6, 8)):
+        text = list(range(10, 40))
+        text += [7, *text[5 : 5 + matched]]
+        assert list(propose(drafter, text, 20).tokens) == text[5 + matched : 5 + matched + wanted]
+        drafter.release(0)
+    assert len(propose(drafter, [1, 2, 3, 1], 1)) == 1, "the budget holds as well"

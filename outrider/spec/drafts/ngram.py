@@ -29,11 +29,11 @@ class NgramSettings:
 
     prompt_lookup_max: int = setting(4, "longest n-gram to look up", low=1, high=32)
     prompt_lookup_min: int = setting(1, "shortest n-gram to look up", low=1, high=32)
-    prompt_lookup_max_spec_factor: float = setting(2.0, "draft tokens for each token that matched", low=1, high=256)
     prompt_lookup_selection: str = setting(
         "recent", "which continuation of an n-gram to take first", choices=("recent", "frequent")
     )
     prompt_lookup_branches: int = setting(1, "continuations proposed at once, as a tree", low=1, high=16)
+    prompt_lookup_max_spec_factor: float = setting(2.0, "draft tokens for each token that matched", low=1, high=256)
 
     def __post_init__(self) -> None:
         check_settings(self)
