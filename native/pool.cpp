@@ -18,7 +18,9 @@ inline void relax() {
 }
 
 using Clock = std::chrono::steady_clock;
-constexpr auto kSpin = std::chrono::microseconds(500);
+// How long an idle worker watches for work before it sleeps, and when it begins to give its core away meanwhile: what
+// an engine does between two passes takes a good part of a millisecond, and waking up a thread some tenths of that.
+constexpr std::chrono::microseconds kSpin{200}, kWatch{3000};
 
 // Waits until `value` is no longer `old`. Gives the core away when that takes long: the machine may be oversubscribed,
 // and the thread waited for then needs it.
@@ -87,10 +89,18 @@ void Pool::barrier() {
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
-    const auto until = Clock::now() + kSpin;
+    const auto begin = Clock::now();
+    bool polite = false;
     for (int i = 1; epoch_.load(std::memory_order_acquire) == seen; i++) {
-      relax();
-      if (i % 64 || Clock::now() < until) continue;
+      if (polite) {
+        std::this_thread::yield();
+      } else {
+        relax();
+      }
+      if (i % 64) continue;
+      const auto waited = Clock::now() - begin;
+      polite = waited > kSpin;
+      if (waited < kWatch) continue;
       std::unique_lock<std::mutex> lock(mutex_);
       sleeping_.fetch_add(1);
       wake_.wait(lock, [&] { return epoch_.load() != seen; });

@@ -11,8 +11,8 @@
 
 namespace outrider {
 
-// Runs one function on all its threads at a time. Idle threads spin for half a millisecond, so that the next pass
-// finds them awake, and then sleep.
+// Runs one function on all its threads at a time. Idle threads spin for a moment, so that the next pass finds
+// them awake, and then sleep.
 class Pool {
  public:
   explicit Pool(int threads);
