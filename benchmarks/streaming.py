@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -94,6 +94,12 @@ def fetched(port: int, path: str) -> str:
         return str(reply.read().decode())
 
 
+def _read_away(lines: Iterable[str]) -> None:
+    with contextlib.suppress(ValueError):  # closed
+        for _ in lines:
+            pass
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -104,7 +110,7 @@ def free_port() -> int:
 def outrider(model: str, flags: Sequence[str] = ()) -> Iterator[tuple[int, subprocess.Popen[str]]]:
     """``outrider serve`` on a free port; the port and the process, which ends on leaving."""
     command = [sys.executable, "-m", "outrider", "serve", model, "--port", "0", "--no-log-requests", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stderr is not None
             said: list[str] = []
@@ -115,7 +121,7 @@ def outrider(model: str, flags: Sequence[str] = ()) -> Iterator[tuple[int, subpr
             else:
                 raise SystemExit("the server did not start:\n" + "".join(said[-20:]))
             # What else it says must be read, or it would wait for somebody to do so.
-            threading.Thread(target=lambda: [None for _ in process.stderr or ()], daemon=True).start()
+            threading.Thread(target=_read_away, args=(process.stderr,), daemon=True).start()
             yield int(said[-1].split(" is served at ")[1].split("/v1")[0].rsplit(":", 1)[1]), process
         finally:
             process.terminate()
