@@ -27,8 +27,8 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def body_of(i: int) -> dict[str, Any]:
-    """The i-th request, unlike any other. Where it draws it goes without drafts: for want of blocks these may be cut, and
-    then the draws, though not their law, are others."""
+    """The i-th request, unlike any other. Where it draws it goes without drafts: for want of blocks these may be cut,
+    and then the draws, though not their law, are others."""
     body = {"prompt": f"{i} {'the pass ' * (i % 7)}{i * 7}", "temperature": i % 2, "seed": i, "ignore_eos": True}
     return body | {"max_tokens": 6 + i % 9, "n": 1 + (i % 5 == 0), "speculative": {"enabled": i % 2 == 0}}
 
@@ -123,11 +123,11 @@ def test_hundreds_of_connections_at_once(llm: LLM) -> None:
     assert seen[200] >= 30
 
 
-def test_a_client_that_reads_nothing_costs_little(llm: LLM) -> None:
-    """Its socket fills up; its events wait as one per choice, others are served, and its end frees all."""
+def test_clients_that_read_nothing_hold_nobody_up(llm: LLM) -> None:
+    """Others are served meanwhile, and when it goes all of it is freed."""
 
     async def work(port: int, service: Service) -> None:
-        data = json.dumps({"prompt": "x", "max_tokens": 900, "ignore_eos": True, "stream": True, "n": 4}).encode()
+        data = json.dumps({"prompt": "x", "max_tokens": 300, "ignore_eos": True, "stream": True, "n": 4}).encode()
         stuck = []
         for _ in range(2):
             _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
