@@ -176,12 +176,18 @@ class Watch:
         return (None, 0.0) if when is None else (when - begin, sum(later) / len(later))
 
 
+async def totals(port: int) -> dict[str, int]:
+    told = json.loads(await asyncio.to_thread(fetched, port, "/v1/speculation"))["totals"]
+    return {name: told[name] for name in ("steps", "draft_tokens", "accepted_tokens")}
+
+
 async def shift(port: int, seconds: float, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Copies, noise, copies, noise, copies: each for ``seconds``."""
     watch, rng, phases = Watch(), random.Random(1), []
     copying = {"prompt": PARAGRAPH * 3, "temperature": 0, "max_tokens": 250, "ignore_eos": True, **extra}
     watching = asyncio.ensure_future(watch.run(port))
     for kind in ("copies", "noise", "copies", "noise", "copies"):
+        before = await totals(port)
         begin, tokens = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
             words = " ".join(f"{rng.getrandbits(40):x}" for _ in range(20))
@@ -192,6 +198,7 @@ async def shift(port: int, seconds: float, extra: Mapping[str, Any]) -> list[dic
                 raise SystemExit(f"a request failed: {answer.error}")
         end = time.perf_counter()
         phases.append({"text": kind, "begin": begin, "end": end, "tokens_per_s": tokens / (end - begin)})
+        phases[-1] |= {name: value - before[name] for name, value in (await totals(port)).items()}
     watching.cancel()
     for phase in phases:
         wanted = phase["text"] == "copies"
@@ -200,7 +207,8 @@ async def shift(port: int, seconds: float, extra: Mapping[str, Any]) -> list[dic
         when = (
             "never" if phase["seconds"] is None else f"after {phase['seconds']:.2f} s, then {phase['share']:.0%} of it"
         )
-        print(f"{phase['text']:<7} {phase['tokens_per_s']:7.1f} tokens/s; {state} {when}", flush=True)
+        drafts = f"{phase['draft_tokens']} drafted and {phase['accepted_tokens']} accepted in {phase['steps']} steps"
+        print(f"{phase['text']:<7} {phase['tokens_per_s']:7.1f} tokens/s; {state} {when}; {drafts}", flush=True)
     return phases
 
 
