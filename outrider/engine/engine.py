@@ -223,9 +223,13 @@ class Engine:
         clock.append(time.perf_counter())
         outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
-        for proposer in self.proposers.values():
+        for name, proposer in self.proposers.items():
             own = [commit for commit in commits if self._proposer_of(commit.seq) is proposer]
-            proposer.observe(select_features(own, self._feature_layers, proposer.needs.feature_layers))
+            own = [commit for commit in own if not self._request_of[commit.seq.id].drafter_failed]
+            try:
+                proposer.observe(select_features(own, self._feature_layers, proposer.needs.feature_layers))
+            except Exception as error:
+                self._drafter_failed(name, [commit.seq for commit in own], error)
         records = tuple(self._span_record(outcome) for outcome in outcomes)
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
@@ -274,7 +278,7 @@ class Engine:
         return seconds
 
     def _drafts(self, name: str, proposer: Proposer, spans: Seq[Span]) -> list[Draft]:
-        """What a drafter proposes. If it fails, that costs its drafts, never an answer."""
+        """What a drafter proposes. If it fails, that costs drafts, never an answer."""
         try:
             drafts = proposer.propose(spans)
             if len(drafts) != len(spans):
@@ -284,12 +288,19 @@ class Engine:
                     raise ValueError(f"token id {token}, where 0 to {self.limits.vocab_size - 1} are allowed")
             return drafts
         except Exception as error:
-            level = logging.DEBUG if name in self.metrics.drafter_failures else logging.WARNING  # once is enough
-            logger.log(level, "drafter %s failed: %s", name, error, exc_info=True)
-            self.metrics.drafter_failures[name] += 1
-            for span in spans:
-                proposer.release(span.seq.id)
+            self._drafter_failed(name, [span.seq for span in spans], error)
             return [Draft.nothing("the drafter failed") for _ in spans]
+
+    def _drafter_failed(self, name: str, seqs: Seq[Sequence], error: Exception) -> None:
+        """The drafter is off for the requests that it was at work on: they go on without drafts."""
+        level = logging.DEBUG if name in self.metrics.drafter_failures else logging.WARNING  # once is enough
+        logger.log(level, "drafter %s failed: %s", name, error, exc_info=error)
+        self.metrics.drafter_failures[name] += 1
+        for request in {self._request_of[seq.id] for seq in seqs}:
+            request.drafter_failed = True
+            for answer in request.answers:
+                answer.seq.max_draft = 0
+                self.proposers[name].release(answer.seq.id)
 
     def _verify(self, span: Span, logits: NDArray[np.floating]) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""

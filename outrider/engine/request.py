@@ -41,6 +41,7 @@ class Request:
     started: float | None = None
     first_token: float | None = None
     finished: float | None = None
+    drafter_failed: bool = False  # so that it is not asked any more
 
     @property
     def sequences(self) -> list[Sequence]:

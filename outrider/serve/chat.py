@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.responses import Response
@@ -16,14 +17,12 @@ from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, sp
 from outrider.serve.reply import Choice, Reply, finish_name
 from outrider.serve.schemas import NO_TOOLS, ChatRequest, Message, Tool
 from outrider.serve.service import Service
-from outrider.serve.tools import Call, ToolParser, conversation, takes_tools, told_in_words, tool_objects
+from outrider.serve.tools import CLOSE, Call, ToolParser, conversation, takes_tools, told_in_words, tool_objects
 
 
 async def answer(service: Service, request: ChatRequest, caller: Caller) -> Response:
     """Answers one request. Raises ApiError or SettingError before anything is sent."""
     tools = [] if request.tool_choice == NO_TOOLS else request.tools
-    if tools and not request.parallel_tool_calls:
-        raise bad_field("parallel_tool_calls", "parallel_tool_calls false is not supported")
     wanted, param = request.max_completion_tokens, "max_completion_tokens"
     if wanted is None:
         wanted, param = request.max_tokens, "max_tokens"
@@ -32,6 +31,8 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     logprobs = chat_logprobs(request)
     prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt)
     params = sampling_of(request, longest_answer(wanted, param, None, len(prompt), service.context), logprobs)
+    if tools and not request.parallel_tool_calls:
+        params = replace(params, stop=(*params.stop, CLOSE))  # one call at most: the answer ends with the first
     await service.prepare(params)
     spec = spec_of(request, service.engine, caller.tenant)
     stream = await service.loop.submit([prompt], params, spec, live=request.stream, caller=caller)

@@ -13,7 +13,7 @@ import pytest
 from outrider import LLM, OutriderError, SamplingParams, SettingError, SpecParams
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.draft import Draft
-from outrider.core.types import Span, StepRecord
+from outrider.core.types import Commit, Span, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.request import RequestOutput
 from outrider.models.tokenizer import Tokenizer
@@ -65,6 +65,55 @@ def test_a_drafter_that_fails_costs_only_its_drafts(how: str, caplog: pytest.Log
         assert "the drafter failed" in output.stats.no_draft
     assert "drafter d failed" in caplog.text
     assert engine.blocks.n_free == 200
+
+
+class Flaky(Broken):
+    """Guesses wrong until its calls number ``falls``; that one fails, in ``propose`` or in ``observe``."""
+
+    def __init__(self, how: str, falls: int) -> None:
+        super().__init__(how)
+        self.falls = falls
+        self.asked: list[list[int]] = []
+        self.seen: list[list[int]] = []
+        self.released: list[int] = []
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        self.asked.append([span.seq.id for span in spans])
+        if self.how == "propose" and len(self.asked) == self.falls:
+            raise RuntimeError("once")
+        return [Draft.chain([1, 2]) for _ in spans]
+
+    def observe(self, commits: Sequence[Commit]) -> None:
+        self.seen.append([commit.seq.id for commit in commits])
+        if self.how == "observe" and len(self.seen) == self.falls:
+            raise RuntimeError("once")
+
+    def release(self, seq_id: int) -> None:
+        self.released.append(seq_id)
+
+
+@pytest.mark.parametrize("how", ["propose", "observe"])
+def test_a_drafter_that_failed_is_off_for_that_request_only(how: str) -> None:
+    drafter = Flaky(how, falls=3)
+    engine = engine_with(drafter)
+    params = dataclasses.replace(GREEDY, n=2, temperature=1.0, seed=5)
+    request = engine.add_request([1, 2, 3], params)
+    output = engine.run(request)
+    other = engine_with(NoDraft())
+    want = other.run(other.add_request([1, 2, 3], params))
+    assert [c.token_ids for c in output.completions] == [c.token_ids for c in want.completions]
+    assert request.drafter_failed
+    assert engine.metrics.drafter_failures == {"d": 1}
+    calls, seen = len(drafter.asked), [ids for ids in drafter.seen if ids]
+    assert calls <= 3
+    assert len(seen) <= 3
+    assert set(drafter.released) == {0, 1}
+    later = engine.add_request([1, 2, 3], GREEDY)
+    assert engine.run(later).token_ids == plain([1, 2, 3])
+    assert not later.drafter_failed
+    assert len(drafter.asked) > calls + 3
+    assert engine.metrics.drafter_failures == {"d": 1}
+    engine.check_integrity()
 
 
 class Greedy(DraftController):

@@ -152,20 +152,20 @@ def test_preemption_counts_nothing_twice(caching: bool) -> None:
     assert_sum_of(engine, outputs)
 
 
-class Forgetful(Oracle):
-    """Fails once, when it is told what came of its third draft."""
+class Interrupted(Oracle):
+    """Somebody presses Ctrl-C once, when it is told what came of its third draft."""
 
     def observe(self, commits: Sequence[Commit]) -> None:
         super().observe(commits)
         if len(self.commits) == 3:
-            raise OSError("no more paper")
+            raise KeyboardInterrupt("enough")
 
 
 def test_a_step_that_breaks_off_loses_no_counts() -> None:
     """Its tokens were in the answer already: they are handed out, and count, with the next ones."""
-    engine = make_engine(TARGET, Forgetful(ANSWERS), gamma=2)
+    engine = make_engine(TARGET, Interrupted(ANSWERS), gamma=2)
     request = engine.add_request(PROMPT, greedy(12))
-    with pytest.raises(OSError, match="no more paper"):
+    with pytest.raises(KeyboardInterrupt, match="enough"):
         finish(engine)
     finish(engine)
     output = RequestOutput.of(request)
@@ -210,12 +210,14 @@ class Broken(Oracle):
 
 
 def test_failures_of_a_drafter_are_counted() -> None:
-    """Once a call: eleven steps have room for a draft."""
+    """Once a request: then it goes on without the drafter."""
     engine = make_engine(TARGET, {"good": Oracle(ANSWERS), "bad": Broken(ANSWERS)})
     engine.controller.choose = lambda params, drafters: "bad"  # type: ignore[method-assign]
     engine.run(engine.add_request(PROMPT, greedy(12)))
-    assert engine.metrics.drafter_failures == {"bad": 11}
-    assert engine.metrics.spec["bad"].no_draft == {"the drafter failed": 11, "the answer is about to end": 1}
+    assert engine.metrics.drafter_failures == {"bad": 1}
+    assert engine.metrics.spec["bad"].no_draft["the drafter failed"] == 1
+    engine.run(engine.add_request(PROMPT, greedy(12)))
+    assert engine.metrics.drafter_failures == {"bad": 2}
 
 
 def assert_sum_of(engine: Engine, outputs: Sequence[RequestOutput]) -> None:

@@ -115,6 +115,12 @@ def test_tool_calls_streamed_and_whole(calling: LLM) -> None:
     assert [(c["function"]["name"], c["function"]["arguments"]) for c in streamed] == called
     assert chunks[-1]["finish_reason"] == "tool_calls"
 
+    single = post(calling, {**body, "parallel_tool_calls": False, "min_tokens": 0, "logit_bias": {}}).json()["choices"][
+        0
+    ]
+    (call,) = single["message"]["tool_calls"]
+    assert (call["function"]["name"], single["finish_reason"]) == ("f", "tool_calls")
+
     said = post(calling, {**body, "tool_choice": "none"}).json()["choices"][0]
     assert said["message"]["content"].startswith("Well: <tool_call>")
     assert said["finish_reason"] == "stop"

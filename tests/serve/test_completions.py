@@ -162,3 +162,31 @@ def test_a_prediction_saves_steps(llm: LLM) -> None:
         assert reply.json()["choices"][0]["text"] == want
         used[str(content)] = reply.json()["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
     assert used[want] > 0
+
+
+def test_auto_is_itself_from_the_first_request_on(folder: str) -> None:
+    """Until one has come there is nothing to say; a drafter that follows predictions serves those that predict only."""
+    specs = [{"method": name, "speculation": "auto"} for name in ("ngram", "prediction")]
+    llm = LLM(folder, specs, dtype="float64", num_kv_blocks=256)
+    body = {"prompt": PROMPT, "temperature": 0, "max_tokens": 40, "ignore_eos": True}
+
+    async def work() -> list[Any]:
+        async with serving(llm.engine) as (client, _):
+            told = [(await client.get("/v1/speculation")).json()]
+            plain = await client.post(PATH, json={**body, "speculative": {"enabled": False}})
+            want = plain.json()["choices"][0]["text"]
+            for _ in range(10):
+                assert (await client.post(PATH, json=body)).json()["choices"][0]["text"] == want
+            told.append((await client.get("/v1/speculation")).json())
+            helped = {**body, "prediction": {"type": "content", "content": want}}
+            assert (await client.post(PATH, json=helped)).json()["choices"][0]["text"] == want
+            told.append((await client.get("/v1/speculation")).json())
+            return told
+
+    fresh, without, helped = run(work())
+    assert fresh["enabled"]
+    assert (fresh["drafter"], fresh["controller"]["on"], fresh["controller"]["speedup"]) == ("ngram", False, 1.0)
+    assert fresh["controller"]["reason"] == "no request yet"
+    assert without["controller"]["drafter"] == "ngram"
+    assert set(without["by_drafter"]) == {"ngram"}
+    assert set(helped["by_drafter"]) == {"ngram", "prediction"}
