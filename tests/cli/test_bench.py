@@ -35,6 +35,7 @@ def test_the_controller_takes_turns_with_fixed_lengths(
     folder: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("OUTRIDER_CACHE", str(tmp_path))
+    monkeypatch.setattr("outrider.spec.warmup._steady", lambda times: True)
     out = tmp_path / "out.json"
     assert bench(folder, "--gamma", "2,auto", "--prompts", prompts, "--limit", "2", "--json", str(out)) == 0
     rows = json.loads(out.read_text())["overall"]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -158,7 +159,16 @@ def test_a_chat_shows_what_was_drafted(guessed: LLM, visitors: Callable[[str], V
             visitor.check_fits()
 
 
-def test_an_answer_can_be_stopped_and_plain_decoding_has_no_tint(guessed: LLM, visitor: Visitor) -> None:
+def test_an_answer_can_be_stopped_and_plain_decoding_has_no_tint(
+    guessed: LLM, visitor: Visitor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = guessed.engine.step
+
+    def slow_step() -> object:  # the answer must not end by itself
+        time.sleep(0.03)
+        return step()
+
+    monkeypatch.setattr(guessed.engine, "step", slow_step)
     with real_server(guessed.engine) as (url, _):
         visitor.driver.get(url)
         visitor.one("#speculate").click()

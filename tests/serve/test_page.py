@@ -153,7 +153,7 @@ class Script:
 
     def work(self, seconds: float, steps: list[tuple[int, int]], earned: float = 0.0) -> None:
         """Steps as (drafted, accepted), which took so long in all, and plain decoding ``earned``."""
-        self.metrics.seconds["forward"] += seconds
+        self.metrics.phases["forward"].add(seconds)
         for drafted, accepted in steps:
             self.metrics.spec["some"].add_step(drafted, accepted, accepted + 1)
             self.metrics.generated_tokens += accepted + 1
