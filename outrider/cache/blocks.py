@@ -56,7 +56,7 @@ class BlockManager:
         known = seq.digests  # a sequence that waits for room is asked about again and again
         for i in range((len(seq.tokens) - 1) // self.block_size):
             if i == len(known):
-                known.append(self._chain(known[-1] if known else b"", seq.tokens, i))
+                known.append(self._chain(known[-1] if known else _root(seq), seq.tokens, i))
             block = self._by_digest.get(known[i])
             if block is None:
                 break
@@ -104,7 +104,7 @@ class BlockManager:
         while first > 0 and seq.blocks[first - 1] not in self._digest:
             first -= 1
         for i in range(first, full):
-            digest = self._chain(self._digest[seq.blocks[i - 1]] if i else b"", seq.tokens, i)
+            digest = self._chain(self._digest[seq.blocks[i - 1]] if i else _root(seq), seq.tokens, i)
             self._digest[seq.blocks[i]] = digest
             self._by_digest.setdefault(digest, seq.blocks[i])
 
@@ -156,3 +156,8 @@ class BlockManager:
         self._refs[block] = 1
         self.version[block] += 1
         return block
+
+
+def _root(seq: Sequence) -> bytes:
+    """Where a sequence's chain of digests begins: tenants share no blocks, or one could find out another's prompts."""
+    return seq.spec.tenant.encode()

@@ -68,6 +68,9 @@ def check_settings(obj: Any) -> None:
         kind, optional = kinds[f.name]
         if value is None and optional:
             continue
+        if kind is tuple and isinstance(value, list):  # as repeated flags and JSON have it
+            value = tuple(value)
+            object.__setattr__(obj, f.name, value)
         accepted = (int, float) if kind is float else kind
         if not isinstance(value, accepted) or (isinstance(value, bool) and kind is not bool):
             raise SettingError(f"{f.name} is {value!r}; allowed is {_KIND_NAMES.get(kind, kind.__name__)}")

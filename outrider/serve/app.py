@@ -50,7 +50,7 @@ def create_app(service: Service) -> Starlette:
     settings = service.settings
     middleware = [
         Middleware(RequestIds),
-        Middleware(OriginGuard, allowed=settings.cors_origin),
+        Middleware(OriginGuard, allowed=settings.cors_origin, local=settings.is_local and not settings.api_key),
         Middleware(KeyGuard, keys=settings.api_key),
     ]
     if settings.cors_origin:

@@ -34,7 +34,7 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     if tools and not request.parallel_tool_calls:
         params = replace(params, stop=(*params.stop, CLOSE))  # one call at most: the answer ends with the first
     await service.prepare(params)
-    spec = spec_of(request, service.engine, caller.tenant)
+    spec = await spec_of(request, service, caller.tenant)
     stream = await service.loop.submit([prompt], params, spec, live=request.stream, caller=caller)
     writer = _Writer(service, bool(tools), logprobs is not None)
     if request.stream:

@@ -11,6 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from outrider.serve.caller import tenant_of
 from outrider.serve.errors import ApiError
+from outrider.serve.settings import LOOPBACK
 from outrider.serve.static import FILES
 from outrider.serve.web import error_response
 
@@ -54,23 +55,39 @@ class OriginGuard:
     """Keeps pages of other origins out, unless they are allowed.
 
     A browser sends simple requests for any page, and only hides the answer from it; the work would be done. Programs
-    other than browsers send no ``Origin``.
+    other than browsers send no ``Origin``. With ``local`` only this machine's own names are known as its host: else a
+    page whose name is made to lead here would be one of the server's own.
     """
 
-    def __init__(self, app: ASGIApp, allowed: Sequence[str]) -> None:
+    def __init__(self, app: ASGIApp, allowed: Sequence[str], local: bool) -> None:
         self._app = app
         self._allowed = frozenset(allowed)
+        self._local = local
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             headers = Headers(scope=scope)
-            origin = headers.get("origin")
-            own = origin is None or origin.partition("://")[2] == headers.get("host")
-            if not own and "*" not in self._allowed and origin not in self._allowed:
-                refusal = ApiError(403, f"pages of {origin} may not call this server", code="origin_not_allowed")
+            refusal = self._refusal(headers.get("host", ""), headers.get("origin"))
+            if refusal is not None:
                 await error_response(refusal)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+    def _refusal(self, host: str, origin: str | None) -> ApiError | None:
+        if self._local and _name(host) not in LOOPBACK:
+            said = f"this server is not {host[:80]}; it is known as {', '.join(LOOPBACK)} (an API key lifts this)"
+            return ApiError(403, said, code="host_not_allowed")
+        own = origin is None or origin.partition("://")[2] == host
+        if not own and "*" not in self._allowed and origin not in self._allowed:
+            return ApiError(403, f"pages of {origin} may not call this server", code="origin_not_allowed")
+        return None
+
+
+def _name(host: str) -> str:
+    """A host without its port and brackets."""
+    if host.startswith("["):
+        return host[1:].partition("]")[0]
+    return host.partition(":")[0].lower()
 
 
 def _digest(key: str) -> bytes:

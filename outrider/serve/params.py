@@ -6,10 +6,10 @@ from typing import Any
 
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
-from outrider.engine.engine import Engine
 from outrider.serve.errors import ApiError, bad_field
 from outrider.serve.grammar import asked_grammar
 from outrider.serve.schemas import MAX_STOPS, ChatRequest, Sampling, TextPart
+from outrider.serve.service import Service
 from outrider.spec.registry import kind_of
 
 _SAME = (
@@ -47,8 +47,9 @@ def sampling_of(request: Sampling, max_tokens: int, logprobs: int | None) -> Sam
     )
 
 
-def spec_of(request: Sampling, engine: Engine, tenant: str) -> SpecParams:
+async def spec_of(request: Sampling, service: Service, tenant: str) -> SpecParams:
     """Whether and how to speculate. A prediction is a hint: where no drafter follows one, it changes nothing."""
+    engine = service.engine
     asked = request.speculative
     if asked.segments and not request.stream:
         raise bad_field("speculative.segments", "speculative.segments needs stream to be true")
@@ -59,13 +60,15 @@ def spec_of(request: Sampling, engine: Engine, tenant: str) -> SpecParams:
             known = ", ".join(engine.proposers)
             raise bad_field("speculative.method", f"speculative.method is {asked.method!r}; loaded here are {known}")
     used = [method] if method is not None else list(engine.proposers)
-    follows = any(engine.proposers[name].needs.prediction for name in used)
+    predicted: tuple[int, ...] = ()
+    if request.prediction is not None and any(engine.proposers[name].needs.prediction for name in used):
+        predicted = await service.predicted(text_of(request.prediction.content))
     try:
         return SpecParams(
             enabled=asked.enabled,
             drafter=method,
             max_draft=asked.max_draft,
-            prediction=text_of(request.prediction.content) if request.prediction is not None and follows else (),
+            prediction=predicted,
             tenant=tenant,
         )
     except SettingError as error:

@@ -6,10 +6,19 @@ Which values a number may take is checked where it is used (``SamplingParams``),
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, FailFast, Field
 
+T = TypeVar("T")
+
+
+class _AtOnce(FailFast):
+    __hash__ = object.__hash__  # an alias of a union must be hashable
+
+
+Many = Annotated[list[T], _AtOnce()]
+"""A list that is given up at its first wrong entry: a complaint about each of a million would take gigabytes."""
 MAX_STOPS = 64
 NO_TOOLS, ANY_TOOLS, MUST_CALL = "none", "auto", "required"
 """Values of ``tool_choice``: call nothing, what and whether the model likes, or one of the tools."""
@@ -71,7 +80,7 @@ class TextPart(Strict):
 
 class Prediction(Strict):
     type: Literal["content"] = "content"
-    content: str | list[TextPart]
+    content: str | Many[TextPart]
 
 
 class Harmless(Strict):
@@ -105,11 +114,11 @@ class Sampling(Harmless):
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = Field(default_factory=dict)
-    allowed_token_ids: list[int] | None = None
-    banned_token_ids: list[int] = Field(default_factory=list)
+    allowed_token_ids: Many[int] | None = None
+    banned_token_ids: Many[int] = Field(default_factory=list)
     seed: int | None = None
-    stop: str | list[str] = Field(default_factory=list, max_length=1 << 16)
-    stop_token_ids: list[int] = Field(default_factory=list)
+    stop: str | Many[str] = Field(default_factory=list, max_length=1 << 16)
+    stop_token_ids: Many[int] = Field(default_factory=list)
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     speculative: Speculative = Field(default_factory=Speculative)
@@ -118,7 +127,7 @@ class Sampling(Harmless):
     structured_outputs: dict[str, Any] | None = None
     guided_json: Any = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Many[str] | None = None
     guided_grammar: str | None = None
 
     @property
@@ -127,7 +136,7 @@ class Sampling(Harmless):
 
 
 class CompletionRequest(Sampling):
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | Many[str] | Many[int] | Many[Many[int]]
     echo: bool = False
     logprobs: int | None = None
     best_of: int | None = None
@@ -152,8 +161,8 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    content: str | Many[TextPart] | None = None
+    tool_calls: Many[ToolCall] | None = None
     tool_call_id: str | None = None
 
 
@@ -170,11 +179,11 @@ class Tool(Strict):
 
 
 class ChatRequest(Sampling):
-    messages: list[Message]
+    messages: Many[Message]
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: int | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Many[Tool] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool = True
     add_generation_prompt: bool = True
@@ -185,8 +194,8 @@ class TokenizeRequest(Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
-    tools: list[Tool] = Field(default_factory=list)
+    messages: Many[Message] | None = None
+    tools: Many[Tool] = Field(default_factory=list)
     add_special_tokens: bool | None = None
     add_generation_prompt: bool = True
     return_token_strs: bool = False
@@ -194,4 +203,4 @@ class TokenizeRequest(Strict):
 
 class DetokenizeRequest(Strict):
     model: str | None = None
-    tokens: list[int]
+    tokens: Many[int]

@@ -23,6 +23,9 @@ from outrider.serve.trace import Tracer
 _SHORT = 4096
 """Characters that are encoded at once; more of them go to a thread, so that others' streams flow on."""
 
+_LONGEST = 32
+"""Characters of a token, with room to spare: text beyond a context of such tokens is not even looked at."""
+
 
 @dataclass(frozen=True)
 class Service:
@@ -73,15 +76,22 @@ class Service:
             said = f"the model '{model[:200]}' does not exist; served here is '{self.name}'"
             raise ApiError(404, said, param="model", code="model_not_found")
 
-    async def encode(self, text: str, add_bos: bool | None = None, param: str = "prompt") -> list[int]:
-        """Token ids of a text; control tokens in it are read as such."""
+    async def encode(
+        self, text: str, add_bos: bool | None = None, param: str = "prompt", specials: bool = True
+    ) -> list[int]:
+        """Token ids of a text; control tokens in it are read as such, if ``specials``."""
         tokenizer = self.tokenizer
         try:
             if len(text) <= _SHORT:
-                return tokenizer.encode(text, add_bos=add_bos)
-            return await asyncio.to_thread(tokenizer.encode, text, add_bos=add_bos)
+                return tokenizer.encode(text, specials=specials, add_bos=add_bos)
+            return await asyncio.to_thread(tokenizer.encode, text, specials=specials, add_bos=add_bos)
         except SettingError as error:
             raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
+
+    async def predicted(self, text: str) -> tuple[int, ...]:
+        """A predicted answer's token ids, as far as an answer may go. Control tokens in it are text."""
+        whole = await self.encode(text[: _LONGEST * self.context], False, "prediction", specials=False)
+        return tuple(whole[: self.context])
 
     async def prepare(self, params: SamplingParams) -> None:
         """Compiles a request's grammar, which may take long, where it holds nobody up."""

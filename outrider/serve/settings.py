@@ -41,6 +41,9 @@ class ServerSettings:
             values = getattr(self, name)
             if not all(isinstance(value, str) and value for value in values):
                 raise SettingError(f"{name} is {values!r}; allowed are texts that are not empty", name)
+        if not all(key.isascii() and key.isprintable() and " " not in key for key in self.api_key):
+            said = "api_key holds a character that HTTP headers cannot carry; allowed is ASCII without spaces"
+            raise SettingError(said, "api_key")
 
     @property
     def max_body_bytes(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from outrider.core.errors import SettingError
@@ -20,13 +22,18 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         tokens = await chat_prompt(service, request.messages, request.tools, request.add_generation_prompt, add_bos)
     else:
         tokens = await service.encode(request.prompt or "", None if request.add_special_tokens is not False else False)
-    shown = [service.tokenizer.token(token) for token in tokens] if request.return_token_strs else None
+    shown = await asyncio.to_thread(_names, service, tokens) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": shown}
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
     try:
-        return {"prompt": service.tokenizer.decode(request.tokens, skip_special_tokens=False)}
+        text = await asyncio.to_thread(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        return {"prompt": text}
     except SettingError as error:
         raise bad_field("tokens", f"tokens: {error}") from None
+
+
+def _names(service: Service, tokens: Sequence[int]) -> list[str]:
+    return [service.tokenizer.token(token) for token in tokens]

@@ -306,9 +306,9 @@ class AutoLength(DraftController):
         return cost
 
     def _change(self, seq_id: int, request: _Request, on: bool, reason: str) -> None:
-        expected = on and request.on is None  # a request begins with drafts unless there is a reason not to
+        first = request.on is None  # it had no mind to change
         request.on, request.reason = on, "" if on else reason
-        if not expected:
+        if not first:
             self.changes += 1
             self._tell(f"speculation {'on' if on else 'off'} for sequence {seq_id}: {request.reason or PAYS}")
 

@@ -342,3 +342,13 @@ def test_a_sequence_that_waits_for_room_is_hashed_once(monkeypatch: pytest.Monke
     blocks.adopt_prefix(waiting)
     assert waiting.n_computed == 12
     assert hashed == [0, 1, 2, 3]
+
+
+def test_tenants_share_no_blocks() -> None:
+    blocks = BlockManager(8, 2)
+    first, same, other = (sequence([1, 2, 3, 4, 5], i) for i in range(3))
+    first.spec, same.spec, other.spec = (SpecParams(tenant=name) for name in ("a", "a", "b"))
+    compute(blocks, first)
+    for seq, shared in ((same, 2), (other, 0)):
+        blocks.adopt_prefix(seq)
+        assert len(seq.blocks) == shared

@@ -37,7 +37,7 @@ async def serving(engine: Engine, **settings: Any) -> AsyncIterator[tuple[Any, S
     transport = httpx.ASGITransport(app)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=transport, base_url="http://test", timeout=PATIENCE) as client,
+        httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=PATIENCE) as client,
     ):
         yield client, service
 

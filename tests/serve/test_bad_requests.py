@@ -6,8 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from outrider import LLM
+from outrider.serve.schemas import CompletionRequest
 from tests.serve.serving import run, serving
 
 COMPLETION: list[tuple[dict[str, Any], str | None]] = [
@@ -239,3 +241,11 @@ def test_another_model_is_not_found(llm: LLM) -> None:
     assert (nothing.status_code, get.status_code) == (404, 405)
     assert "error" in nothing.json()
     assert (options.status_code, head.status_code) == (204, 200)
+
+
+@pytest.mark.parametrize("prompt", [[1.5] * 1000, [[1.5]] * 1000, [{}] * 1000])
+def test_one_wrong_entry_is_enough(prompt: list[Any]) -> None:
+    """A complaint about each of a million would take gigabytes, while nobody else is served."""
+    with pytest.raises(ValidationError) as caught:
+        CompletionRequest.model_validate({"prompt": prompt})
+    assert caught.value.error_count() < 10

@@ -186,3 +186,52 @@ def test_a_port_that_is_taken_is_one_line(folder: str, capsys: pytest.CaptureFix
     assert err.count("\n") == 1
     assert main(["serve", folder, "--port", "-1"]) == 2
     assert "port is -1" in capsys.readouterr().err
+
+
+def test_repeated_flags_are_settings(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[ServerSettings] = []
+
+    class EnoughError(Exception):
+        pass
+
+    def bind(settings: ServerSettings) -> None:
+        seen.append(settings)
+        raise EnoughError
+
+    monkeypatch.setattr("outrider.serve.run.bind", bind)
+    flags = ["--api-key", "a", "--api-key", "b", "--cors-origin", "https://page.example"]
+    with pytest.raises(EnoughError):
+        main(["serve", folder, *flags])
+    assert seen[0].api_key == ("a", "b")
+    assert seen[0].cors_origin == ("https://page.example",)
+
+
+def test_a_key_that_no_header_can_carry_is_refused() -> None:
+    for key in ("schl\u00fcssel", "two words"):
+        with pytest.raises(SettingError, match="api_key holds a character"):
+            ServerSettings(api_key=(key,))
+
+
+def test_a_name_that_is_made_to_lead_here_is_not_ours(llm: LLM) -> None:
+    """DNS rebinding: a page of another name, which now leads to this machine, is of the same origin to a browser."""
+    with real_server(llm.engine) as (url, _):
+        port = url.rpartition(":")[2]
+        rebound = {"Host": f"evil.example:{port}", "Origin": f"http://evil.example:{port}"}
+        assert httpx.get(f"{url}/v1/models", headers=rebound).status_code == 403
+        for host in (f"localhost:{port}", f"127.0.0.1:{port}", f"[::1]:{port}"):
+            assert httpx.get(f"{url}/v1/models", headers={"Host": host}).status_code == 200
+    with real_server(llm.engine, api_key=("secret",)) as (url, _):
+        known = {**rebound, "Authorization": "Bearer secret"}
+        assert httpx.get(f"{url}/v1/models", headers={**known, "Origin": f"http://{known['Host']}"}).status_code == 200
+
+
+def test_tenants_do_not_find_each_others_prompts(llm: LLM) -> None:
+    with real_server(llm.engine, api_key=("one", "two")) as (url, _):
+
+        def cached(key: str) -> int:
+            body = {"prompt": "a prompt of one tenant, and of nobody else", "max_tokens": 1}
+            reply = httpx.post(f"{url}/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+            found: int = reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+            return found
+
+        assert [cached("one") > 0, cached("one") > 0, cached("two") > 0] == [False, True, False]
