@@ -32,7 +32,9 @@ class Matcher:
         self._grammar = grammar
         self._tokens = tokens
         self._n_prompt = n_prompt
-        self._start_anew()
+        self._matcher = grammar.start()
+        self._base = n_prompt  # tokens before it are taken in for good
+        self._ahead: list[int] = []  # taken in behind these
         self._next: tuple[int, NDArray[np.bool_]] = (-1, np.zeros(0, dtype=np.bool_))  # what may follow so many tokens
         self._costs: deque[float] = deque(maxlen=WINDOW)  # seconds for each of the latest tokens
         self._spent, self._seen = 0.0, len(tokens)  # seconds since there are so many tokens
@@ -109,22 +111,17 @@ class Matcher:
             self._base, self._ahead = len(self._tokens), list(path)
         return end < len(wanted)
 
-    def _start_anew(self) -> None:
-        self._matcher = self._grammar.start()
-        self._base = self._n_prompt  # tokens before it are taken in for good
-        self._ahead: list[int] = []  # taken in behind these
-
     def _failure(self, said: str) -> SettingError:
         """What to raise: ``said``, unless llguidance met a limit."""
         if self._matcher.is_error():
             reason = one_line(self._matcher.get_error().partition("<state>")[0], 200)
             said = f"{self._grammar.where} cannot be followed any further: {reason}"
-            self._start_anew()
+            self._matcher, self._base, self._ahead = self._grammar.start(), self._n_prompt, []
         return SettingError(said, self._grammar.where)
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Puts the time on the account of the tokens that came since the last call. A machine that sleeps is no cost."""
+        """Puts the time on the account of the tokens that came since the last call; a pause costs nothing."""
         new = len(self._tokens) - self._seen
         if new > 0:
             self._costs.extend([self._spent / new] * new)

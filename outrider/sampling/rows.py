@@ -31,7 +31,7 @@ class NodeRows(Sequence[Dist]):
     """Row 0 follows the last committed token, row 1+i follows draft node i with that node's own history.
 
     Verification looks at few of a tree's nodes, and a row costs a pass over the vocabulary: hence lazy. It may look at
-    nodes that do not stay, so a rule that fails at one is no fault of the answer: any row will do there (see ``settled``).
+    nodes that do not stay, so a rule that fails at one is no fault of the answer: any row will do (see ``settled``).
     """
 
     def __init__(self, sampler: Sampler, logits: NDArray[np.floating], history: History, draft: Draft) -> None:
