@@ -53,6 +53,6 @@ def run(args: argparse.Namespace) -> int:
         )
         how = "plain decoding" if drafter == PLAIN or spec.speculation == "off" else f"drafter {drafter} with {length}"
         lines = f"{model_line(llm)}; {how}\n{service.name} is served at {url_of(bound)}/v1 (Ctrl-C ends it)"
-        serve(service, bound, on_start=lambda: print(lines, file=sys.stderr, flush=True))
-    print("outrider: stopped", file=sys.stderr)
-    return 0
+        asked_to = serve(service, bound, on_start=lambda: print(lines, file=sys.stderr, flush=True))
+    print("outrider: stopped" if asked_to else "outrider: the engine has stopped; the log says why", file=sys.stderr)
+    return 0 if asked_to else 1

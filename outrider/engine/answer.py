@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from outrider.core.errors import SettingError
 from outrider.core.types import FinishReason, Sequence
 from outrider.models.detokenizer import Detokenizer
 from outrider.sampling.history import History
@@ -106,6 +107,7 @@ class Answer:
         self.logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None
         self.error = ""
+        self.fault: str | None = None  # the setting that the error is about
         self.began: float | None = None  # perf_counter seconds: of its first rows, its first token, its newest token
         self.first_token: float | None = None
         self.last_token = 0.0
@@ -136,6 +138,11 @@ class Answer:
         """Ends the answer from outside: abort, or a rule that could not be applied."""
         self.finish, self.error = reason, error
         self._close()
+
+    def fail(self, error: Exception) -> None:
+        """Ends the answer for a rule that could not be applied."""
+        self.fault = error.setting if isinstance(error, SettingError) else None
+        self.end(FinishReason.ERROR, str(error) or type(error).__name__)
 
     def take(self) -> tuple[tuple[int, ...], tuple[TokenLogprob, ...] | None]:
         """The tokens since the last call, and their logprobs if they were asked for."""

@@ -309,9 +309,9 @@ class Engine:
         seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
-            return verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method)
+            return rows.settled(verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method))
         except Exception as error:  # a custom processor may raise anything
-            answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
+            answer.fail(error)
             return None
 
     def _append(self, span: Span, verdict: Verdict | None, logits: NDArray[np.floating]) -> Outcome:
@@ -321,7 +321,7 @@ class Engine:
         try:
             outcome = append_tokens(span, verdict, answer, logits)
         except Exception as error:
-            answer.end(FinishReason.ERROR, str(error) or type(error).__name__)
+            answer.fail(error)
             return Outcome(span, finish=answer.finish)
         draft, path = span.draft, outcome.path
         step = draft.n_verify, len(path), len(outcome.new_tokens), draft.reason, draft.by_source(path)

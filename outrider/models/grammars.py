@@ -21,6 +21,7 @@ T = TypeVar("T")
 MAX_COMPILED = 64
 """Compiled grammars that are kept, those used last."""
 _STACK = 1 << 29  # bytes of address space; what is not used takes no memory
+_MAX_ITEMS = 1000  # of a parser's row: the time that an ambiguous grammar takes for a token is cubic in them
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}  # without a bound a model may write blanks for ever
 
 
@@ -159,7 +160,8 @@ def _with_deep_stack(work: Callable[[], T]) -> T:
 def _matcher(llguidance: Any, tokens: Any, grammar: Grammar) -> Any:
     """A matcher, which may have an error to report; or what is wrong."""
     try:
-        return llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0)
+        limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS)
+        return llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0, limits=limits)
     except Exception as error:
         return str(error) or type(error).__name__
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,21 +14,30 @@ from outrider.core.errors import SettingError
 from outrider.models.grammars import CompiledGrammar
 from outrider.models.values import one_line
 
+PATIENCE = 0.05
+"""Seconds of computing that a grammar may take for a token, on average over the latest ``WINDOW`` tokens."""
+WINDOW = 20
+
 
 class Matcher:
     """Follows ``tokens`` (an answer's own list, which only grows) from ``n_prompt`` on, and paths of draft tokens.
 
     To go from one node to another it takes back what the two paths do not share: work is in the tokens that differ.
     Draft tokens that turn out to be the answer's are shared as well. Nothing has to be told of a commit, a rejection
-    or a preemption: the state is a function of the tokens.
+    or a preemption: the state is a function of the tokens. A llguidance matcher that met a limit stays broken; then
+    another takes its place, so that what a draft breaks costs the answer nothing.
     """
 
     def __init__(self, grammar: CompiledGrammar, tokens: Sequence[int], n_prompt: int) -> None:
         self._grammar = grammar
-        self._matcher = grammar.start()
         self._tokens = tokens
+        self._n_prompt = n_prompt
+        self._matcher = grammar.start()
         self._base = n_prompt  # tokens before it are taken in for good
         self._ahead: list[int] = []  # taken in behind these
+        self._next: tuple[int, NDArray[np.bool_]] = (-1, np.zeros(0, dtype=np.bool_))  # what may follow so many tokens
+        self._costs: deque[float] = deque(maxlen=WINDOW)  # seconds for each of the latest tokens
+        self._spent, self._seen = 0.0, len(tokens)  # seconds since there are so many tokens
         self._words = np.zeros((grammar.n_tokens + 31) // 32, dtype=np.int32)
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
@@ -33,30 +45,53 @@ class Matcher:
 
         The end tokens are allowed when the grammar is complete, and nothing else once it cannot go on. Behind an end
         token only that can come again: such a draft is cut anyway. Raises SettingError if the tokens so far break the
-        grammar, or it became too complex.
+        grammar, or it became too complex, or too slow. The array is not to be written to.
         """
+        with self._timed():
+            if not path and sum(self._costs) > PATIENCE * WINDOW:
+                each = f"{sum(self._costs) / WINDOW * 1e3:.0f} ms a token; allowed are {PATIENCE * 1e3:.0f}"
+                raise SettingError(f"{self._grammar.where} takes too long to follow, {each}", self._grammar.where)
+            if path:
+                return self._mask(path)
+            if self._next[0] != len(self._tokens):
+                self._next = len(self._tokens), self._mask(())
+            return self._next[1]
+
+    def count_allowed(self, path: Sequence[int]) -> int:
+        """How many of the draft tokens ``path`` may follow one another, up to a first end token and with it.
+
+        0 if that breaks a limit; an answer that is at fault itself hears of it from ``allowed``.
+        """
+        try:
+            first = self.allowed()[path[0]] if path and path[0] < self._grammar.n_tokens else False
+            with self._timed():  # where the grammar forces a text, only the mask says that it demands the usual tokens
+                return self._count(path) if first else 0
+        except SettingError:
+            return 0
+
+    def _count(self, path: Sequence[int]) -> int:
+        if self._go_to(()):
+            return 0
+        ends = self._grammar.eos_ids
+        end = next((i for i, token in enumerate(path) if token in ends), len(path))
+        allowed = int(self._matcher.validate_tokens(list(path[:end])))
+        if self._matcher.is_error():
+            raise self._failure("")
+        if allowed == end < len(path):
+            self._go_to(path[:end])
+            allowed += bool(self._matcher.is_accepting())
+        return allowed
+
+    def _mask(self, path: Sequence[int]) -> NDArray[np.bool_]:
         if self._go_to(path):
             mask = np.zeros(self._grammar.n_tokens, dtype=np.bool_)
             mask[list(self._grammar.eos_ids)] = True
             return mask
         self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
         if self._matcher.is_error():
-            reason = one_line(self._matcher.get_error(), 200)
-            raise SettingError(f"{self._grammar.where} cannot be followed any further: {reason}")
+            raise self._failure("")
         bits = np.unpackbits(self._words.view(np.uint8), count=self._grammar.n_tokens, bitorder="little")
         return bits.view(np.bool_)
-
-    def count_allowed(self, path: Sequence[int]) -> int:
-        """How many of the draft tokens ``path`` may follow one another, up to a first end token and with it."""
-        if self._go_to(()):
-            return 0
-        ends = self._grammar.eos_ids
-        end = next((i for i, token in enumerate(path) if token in ends), len(path))
-        allowed = int(self._matcher.validate_tokens(list(path[:end])))
-        if allowed == end < len(path):
-            self._go_to(path[:end])
-            allowed += bool(self._matcher.is_accepting())
-        return allowed
 
     def _go_to(self, path: Sequence[int]) -> bool:
         """Takes in answer and ``path``, up to an end token; returns whether there is one."""
@@ -71,7 +106,28 @@ class Matcher:
         taken = shared + self._matcher.try_consume_tokens(wanted[shared:end])
         self._ahead = wanted[:taken]
         if taken < end:
-            raise SettingError(f"token {wanted[taken]} breaks the answer's grammar ({self._grammar.where})")
+            raise self._failure(f"token {wanted[taken]} breaks the answer's grammar ({self._grammar.where})")
         if end == len(wanted):
             self._base, self._ahead = len(self._tokens), list(path)
         return end < len(wanted)
+
+    def _failure(self, said: str) -> SettingError:
+        """What to raise: ``said``, unless llguidance met a limit."""
+        if self._matcher.is_error():
+            reason = one_line(self._matcher.get_error().partition("<state>")[0], 200)
+            said = f"{self._grammar.where} cannot be followed any further: {reason}"
+            self._matcher, self._base, self._ahead = self._grammar.start(), self._n_prompt, []
+        return SettingError(said, self._grammar.where)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Puts the time on the account of the tokens that came since the last call; a pause costs nothing."""
+        new = len(self._tokens) - self._seen
+        if new > 0:
+            self._costs.extend([self._spent / new] * new)
+            self._spent, self._seen = 0.0, len(self._tokens)
+        begin = time.thread_time()
+        try:
+            yield
+        finally:
+            self._spent += time.thread_time() - begin

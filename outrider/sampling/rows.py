@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
+from outrider.core.types import Verdict
 from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 
@@ -29,7 +30,8 @@ def pruned(draft: Draft, sampler: Sampler, history: History) -> Draft:
 class NodeRows(Sequence[Dist]):
     """Row 0 follows the last committed token, row 1+i follows draft node i with that node's own history.
 
-    Verification looks at few of a tree's nodes, and a row costs a pass over the vocabulary: hence lazy.
+    Verification looks at few of a tree's nodes, and a row costs a pass over the vocabulary: hence lazy. It may look at
+    nodes that do not stay, so a rule that fails at one is no fault of the answer: any row will do (see ``settled``).
     """
 
     def __init__(self, sampler: Sampler, logits: NDArray[np.floating], history: History, draft: Draft) -> None:
@@ -39,6 +41,7 @@ class NodeRows(Sequence[Dist]):
         self._history = history
         self._draft = draft
         self._known: dict[int, Dist] = {}
+        self._failed: set[int] = set()  # nodes
 
     def __len__(self) -> int:
         return 1 + len(self._draft)
@@ -57,5 +60,21 @@ class NodeRows(Sequence[Dist]):
     def _row(self, row: int) -> Dist:
         if row not in self._known:
             drafted = [self._draft.tokens[i] for i in self._draft.path(row - 1)]
-            self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted)
+            try:
+                self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted)
+            except Exception:
+                if not row:
+                    raise
+                self._known[row] = Dist.point(0)
+                self._failed.add(row - 1)
         return self._known[row]
+
+    def settled(self, verdict: Verdict) -> Verdict:
+        """The verdict up to a node at which a rule failed: what follows was not drawn from the target's law.
+
+        Plain decoding would fail there as well, with the same tokens before: the next step does.
+        """
+        for i, node in enumerate(verdict.path):
+            if node in self._failed:
+                return Verdict(verdict.path[:i], self._draft.tokens[node])
+        return verdict

@@ -47,7 +47,8 @@ def _tool_call(request: ChatRequest) -> Grammar | None:
     if choice in (None, NO_TOOLS, ANY_TOOLS):
         return None
     if choice != MUST_CALL:
-        name = choice.get("function", {}).get("name") if isinstance(choice, dict) else choice
+        function = choice.get("function") if isinstance(choice, dict) else {"name": choice}
+        name = function.get("name") if isinstance(function, dict) else None
         tools = [tool for tool in tools if tool.function.name == name]
     if not tools:
         allowed = "'none', 'auto', 'required' or a function that is among the tools"

@@ -24,6 +24,7 @@ logger = logging.getLogger("outrider")
 
 T = TypeVar("T")
 _RETRIES = 1  # steps that fail in a row before the requests at hand are given up
+_GIVEN_UP = 3  # times in a row that this may happen, with no good step between; then the engine stops
 _STOP_SECONDS = 10.0
 _DRAIN_TICK = 0.02
 
@@ -54,6 +55,7 @@ class EngineLoop:
         self._answers = 0  # of those streams
         self._watched: dict[Stream, None] = {}  # the engine thread's own list of them
         self._failures = 0  # steps in a row
+        self._given_up = 0  # times in a row
 
     @property
     def alive(self) -> bool:
@@ -227,13 +229,15 @@ class EngineLoop:
         """One step. One that fails is tried again (the engine computes all running KV anew); then its requests fail."""
         try:
             self.engine.step()
-            self._failures = 0
+            self._failures = self._given_up = 0
         except Exception as error:
             self._failures += 1
-            if self._failures > _RETRIES + 1:
-                raise
             logger.error("a step of the engine failed", exc_info=True)
             if self._failures > _RETRIES:
+                self._failures = 0
+                self._given_up += 1
+                if self._given_up > _GIVEN_UP:
+                    raise
                 self._give_up(error)
 
     def _give_up(self, error: Exception) -> None:

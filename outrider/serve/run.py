@@ -42,7 +42,7 @@ def url_of(bound: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn, with what runs ended in time on shutdown."""
+    """uvicorn, with what runs ended in time on shutdown, and an end when the engine has stopped."""
 
     def __init__(self, service: Service, on_start: Callable[[], None] | None = None) -> None:
         settings = service.settings
@@ -65,6 +65,9 @@ class Server(uvicorn.Server):
         if self.started and self._on_start is not None:
             self._on_start()
 
+    async def on_tick(self, counter: int) -> bool:
+        return await super().on_tick(counter) or self._service.loop.failure is not None
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         draining = asyncio.ensure_future(self._service.loop.drain(self._service.settings.grace))
         try:
@@ -73,11 +76,15 @@ class Server(uvicorn.Server):
             draining.cancel()
 
 
-def serve(service: Service, bound: socket.socket, on_start: Callable[[], None] | None = None) -> None:
-    """Answers requests on ``bound`` until SIGINT or SIGTERM, then finishes what runs within the grace period."""
+def serve(service: Service, bound: socket.socket, on_start: Callable[[], None] | None = None) -> bool:
+    """Answers requests on ``bound`` until SIGINT or SIGTERM, then finishes what runs within the grace period.
+
+    False if it was the engine that stopped: whoever watches over the process should start it again.
+    """
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if service.settings.access_log else logging.WARNING)
     with _ended_by_signals():
         Server(service, on_start).run(sockets=[bound])
+    return service.loop.failure is None
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from dataclasses import replace
 from outrider.core.types import FinishReason
 from outrider.engine.request import Delta, Request, RequestOutput
 from outrider.serve.caller import Caller
-from outrider.serve.errors import ApiError
+from outrider.serve.errors import ApiError, bad_field
 
 
 class Stream:
@@ -89,8 +89,11 @@ class Stream:
         return [RequestOutput.of(request) for request in self.requests]
 
     def _failure(self) -> ApiError:
-        said = next((a.error for request in self.requests for a in request.answers if a.error), "")
-        return ApiError(500, f"the request ended with an error: {said or 'unknown'}", code="request_failed")
+        failed = next((a for request in self.requests for a in request.answers if a.error), None)
+        said = f"the request ended with an error: {failed.error if failed else 'unknown'}"
+        if failed is not None and failed.fault is not None:
+            return bad_field(failed.fault, said)
+        return ApiError(500, said, code="request_failed")
 
 
 def merged(deltas: Iterable[Delta]) -> list[Delta]:

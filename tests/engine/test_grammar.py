@@ -201,6 +201,37 @@ def test_the_law(method: str) -> None:
     assert p_value(drawn, other) < 1e-9
 
 
+@pytest.mark.parametrize("method", ["standard", "block", "coupled"])
+def test_a_rule_that_fails_on_a_draft_leaves_the_law(method: str) -> None:
+    """Block verification looks behind drafts that do not stay: an answer ends only where plain decoding would."""
+
+    def fails(prompt: Sequence[int], output: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if output[:1] == [likely]:
+            raise RuntimeError("such an answer is not wanted")
+        return logits
+
+    target = toy_target(seed=3, std=0.25, tokenizer=TOKENS)
+    free = SamplingParams(temperature=0.5)
+    law = joint_law(raw_logits(target, PROMPTS[0]), PROMPTS[0], free)
+    firsts = {first: sum(p for tokens, p in law.items() if tokens[0] == first) for (first, *_) in law}
+    likely = max(firsts, key=firsts.__getitem__)
+    law = {tokens: p for tokens, p in law.items() if tokens[0] != likely} | {(likely,): firsts[likely]}
+    drafters = {f"{tree}": RandomTree(32, Shape(tree=tree, sampled=True, method=method)) for tree in (False, True)}
+    engine = make_engine(target, drafters, method=method, num_kv_blocks=1600, max_num_seqs=400)
+    params = dataclasses.replace(free, processors=(fails,), n=300, max_tokens=3)
+    requests = [
+        engine.add_request(PROMPTS[0], dataclasses.replace(params, seed=i), SpecParams(drafter=name))
+        for i, name in enumerate(drafters)
+    ]
+    while engine.has_work:
+        engine.step()
+    answers = [answer for request in requests for answer in request.answers]
+    drawn = [tuple(answer.seq.output_ids) for answer in answers]
+    assert [answer.finish is FinishReason.ERROR for answer in answers] == [tokens == (likely,) for tokens in drawn]
+    assert 30 < drawn.count((likely,)) < 570
+    assert p_value(drawn, law) > 0.001
+
+
 @pytest.mark.parametrize("behind", [(), (EOS, 5, 6, EOS, 7)])
 def test_drafts_that_go_on_behind_the_end(behind: tuple[int, ...]) -> None:
     """FAULTS B22: the right answer, EOS, and then more; ten times in one engine."""

@@ -12,9 +12,10 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams
+from outrider.core.types import Verdict
 from outrider.models.grammars import CompiledGrammar, Grammars
 from outrider.models.tokenizer import Tokenizer, tokenizer_from_folder
-from outrider.sampling.grammar import Matcher
+from outrider.sampling.grammar import PATIENCE, WINDOW, Matcher
 from outrider.sampling.history import History
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
@@ -147,3 +148,92 @@ def test_pruning_cuts_certain_chains_only(grammars: Grammars, tokenizer: Tokeniz
     free = Sampler(SamplingParams(), VOCAB, (EOS,), N)
     certain = Draft.chain([x, a])
     assert pruned(certain, free, history) is certain
+
+
+RULES = range(1200)
+TOO_WIDE = "\n".join(
+    ['start: "a" "b"+ | "a" "x" big', "big: " + " | ".join(f"r{i}" for i in RULES)]
+    + [f'r{i}: "7" r{(i * 7 + 1) % len(RULES)} | "8" "{i}"' for i in RULES]
+)
+"""Behind "ax" it has more rules at once than are followed."""
+
+
+def test_a_draft_that_meets_a_limit_costs_the_answer_nothing(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    compiled = grammars.compile(Grammar("lark", TOO_WIDE, "guided_grammar"))
+    a, b, x, seven = (tokenizer.encode(t)[0] for t in "abx7")
+    tokens = list(PROMPT)
+    matcher = Matcher(compiled, tokens, len(PROMPT))
+    for output in ([], [a], [a, b]):
+        tokens[len(PROMPT) :] = output
+        draft = [a, x, seven][len(output) :]
+        assert matcher.count_allowed(draft) <= len(draft)
+        if output != [a, b]:
+            with pytest.raises(SettingError, match=r"guided_grammar cannot be followed any further: .*items") as error:
+                matcher.allowed(draft)
+            assert error.value.setting == "guided_grammar"
+            assert "<state>" not in str(error.value)
+        assert np.flatnonzero(matcher.allowed()).tolist() == fresh(compiled, output)
+    matcher = Matcher(compiled, [*PROMPT, a, x], len(PROMPT))
+    for _ in range(2):  # the answer's own fault
+        assert matcher.count_allowed([seven]) == 0
+        with pytest.raises(SettingError, match="cannot be followed any further"):
+            matcher.allowed()
+
+
+def test_the_first_draft_token_is_in_the_mask(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """Where a text is forced, llguidance takes any tokens that spell it, but its mask has the usual ones alone."""
+    compiled = grammars.compile(Grammar("regex", "the the"))
+    matcher = Matcher(compiled, PROMPT, len(PROMPT))
+    for token in range(N):
+        assert matcher.count_allowed([token]) == int(matcher.allowed()[token])
+
+
+def test_a_grammar_that_takes_too_long_is_told(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the thread's own clock, over the latest tokens; drafts count, and are not what it is told at."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += cost
+        return now
+
+    monkeypatch.setattr("outrider.sampling.grammar.time.thread_time", clock)
+    (a,) = tokenizer.encode("a")
+    compiled = grammars.compile(Grammar("regex", "a+", "guided_regex"))
+    for cost, ends in (  # noqa: B007 (the clock reads it)
+        (PATIENCE * 0.9, False),
+        (PATIENCE * 1.1, True),
+    ):
+        tokens = list(PROMPT)
+        matcher = Matcher(compiled, tokens, len(PROMPT))
+        for _ in range(WINDOW):
+            assert matcher.allowed()[a]
+            tokens.append(a)
+        assert matcher.allowed([a])[a]
+        if ends:
+            with pytest.raises(SettingError, match="guided_regex takes too long to follow, 55 ms a token"):
+                matcher.allowed()
+            assert matcher.count_allowed([a]) == 0
+        else:
+            assert matcher.allowed()[a]
+
+
+def test_rows_that_fail_are_those_of_their_nodes(grammars: Grammars) -> None:
+    """A verdict ends at the first node whose row could not be had; the row of the answer itself must be had."""
+
+    def fails_behind_5(prompt: object, output: list[int], logits: np.ndarray) -> np.ndarray:
+        if output[-1:] == [5]:
+            raise RuntimeError("why")
+        return logits
+
+    sampler = Sampler(SamplingParams(processors=(fails_behind_5,)), VOCAB, (EOS,), N)
+    draft = Draft.tree([4, 5, 6, 7], [-1, 0, 1, -1])
+    rows = NodeRows(sampler, np.zeros((5, VOCAB)), History(PROMPT, len(PROMPT)), draft)
+    assert [len(row.ids) for row in rows] == [N, N, 1, N, N]
+    assert rows.settled(Verdict((0, 1, 2), 9)) == Verdict((0,), 5)
+    assert rows.settled(Verdict((0, 1), 9)) == Verdict((0,), 5)
+    assert rows.settled(Verdict((0,), 9)) == Verdict((0,), 9)
+    with pytest.raises(RuntimeError, match="why"):
+        NodeRows(sampler, np.zeros((5, VOCAB)), History([*PROMPT, 5], len(PROMPT)), draft)[0]

@@ -82,3 +82,32 @@ def test_what_cannot_be_is_refused(llm: LLM, fields: dict[str, Any], param: str)
     error = reply.json()["error"]
     assert param in error["param"] or param in error["message"]
     assert error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize("choice", [{"function": "x"}, {"function": None}, {"type": "function"}, {}, 7])
+def test_a_malformed_tool_choice_is_refused(llm: LLM, choice: Any) -> None:
+    reply = post(llm, {"messages": TALK, "tools": TOOLS, "tool_choice": choice})
+    assert reply.status_code == 400
+    assert "tool_choice" in reply.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_that_becomes_too_complex_is_the_clients_fault(
+    llm: LLM, stream: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Only its own request ends, and the log keeps quiet."""
+    rules = range(1200)
+    lines = ['start: "x" big', "big: " + " | ".join(f"r{i}" for i in rules)]
+    lines += [f'r{i}: "7" r{(i * 7 + 1) % len(rules)} | "8" "{i}"' for i in rules]
+    reply = post(llm, {"messages": TALK, "guided_grammar": "\n".join(lines), "stream": stream})
+    if stream:
+        (said,) = [line for line in reply.text.splitlines() if '"error"' in line]
+        error = json.loads(said.removeprefix("data: "))["error"]
+    else:
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+    assert (error["param"], error["type"]) == ("guided_grammar", "invalid_request_error")
+    assert "guided_grammar cannot be followed any further" in error["message"]
+    assert "<state>" not in error["message"]
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]
+    assert answer(llm, guided_regex="[ab]{3}c")["finish_reason"] == "stop"

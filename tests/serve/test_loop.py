@@ -7,6 +7,7 @@ import threading
 from collections.abc import AsyncIterator
 from typing import Any
 
+import httpx
 import pytest
 
 from outrider import LLM, SamplingParams
@@ -14,6 +15,9 @@ from outrider.core.params import SpecParams
 from outrider.core.types import FinishReason
 from outrider.engine.engine import Engine
 from outrider.serve.loop import EngineLoop
+from outrider.serve.run import bind, serve, url_of
+from outrider.serve.service import Service
+from outrider.serve.settings import ServerSettings
 from outrider.serve.web import EventStream
 from tests.serve.serving import make_llm, run, serving, until
 from tests.serve.test_completions import frames
@@ -238,7 +242,7 @@ def test_one_failed_step_costs_nobody_anything(llm: LLM, monkeypatch: pytest.Mon
 
 
 def test_a_request_that_breaks_the_engine_is_given_up(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(llm, monkeypatch, [False, True, True])
+    failing(llm, monkeypatch, [False, True, True, True])  # the last one is the next request's, and costs nothing
 
     async def work() -> list[Any]:
         async with serving(llm.engine) as (client, _):
@@ -283,9 +287,9 @@ def test_a_dead_engine_fails_everything_at_once(
             whole, streamed, _ = [await each for each in asked]
             assert whole.status_code in (500, 503)
             assert '"error":' in streamed.text
-            again = await client.post("/v1/completions", json=body)
-            assert again.status_code in (500, 503)
-            await until(lambda: not service.loop.alive)
+            while service.loop.alive:
+                again = await client.post("/v1/completions", json=body)
+                assert again.status_code in (500, 503)
             for path in ("/health", "/ready", "/v1/speculation"):
                 assert (await client.get(path)).status_code == 503
             assert (await client.post("/v1/completions", json=body)).status_code == 503
@@ -314,3 +318,25 @@ def test_answers_of_fifty_at_once_are_each_ones_own(llm: LLM) -> None:
             return await asyncio.gather(*map(one, range(50)))
 
     assert run(work()) == wants
+
+
+def test_a_dead_engine_ends_the_server(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is open is answered; then whoever watches over the process sees that it failed."""
+    engine = make_llm(folder, num_kv_blocks=80).engine
+
+    def dies() -> Any:
+        raise SystemExit("killed")
+
+    monkeypatch.setattr(engine, "step", dies)
+    replies: list[int] = []
+    asked: list[threading.Thread] = []
+    settings = ServerSettings(port=0, grace=5)
+    with bind(settings) as bound:
+
+        def ask() -> None:
+            replies.append(httpx.post(f"{url_of(bound)}/v1/completions", json={"prompt": "x"}).status_code)
+
+        asked.append(threading.Thread(target=ask))
+        assert serve(Service.of(engine, settings), bound, on_start=asked[0].start) is False
+    asked[0].join(60)
+    assert replies == [503]
