@@ -212,13 +212,13 @@ def test_a_rule_that_fails_on_a_draft_leaves_the_law(method: str) -> None:
 
     target = toy_target(seed=3, std=0.25, tokenizer=TOKENS)
     free = SamplingParams(temperature=0.5)
-    law = joint_law(raw_logits(target, PROMPTS[0]), PROMPTS[0], free)
+    law = joint_law(raw_logits(target, PROMPTS[0]), PROMPTS[0], free, 2)
     firsts = {first: sum(p for tokens, p in law.items() if tokens[0] == first) for (first, *_) in law}
     likely = max(firsts, key=firsts.__getitem__)
     law = {tokens: p for tokens, p in law.items() if tokens[0] != likely} | {(likely,): firsts[likely]}
     drafters = {f"{tree}": RandomTree(32, Shape(tree=tree, sampled=True, method=method)) for tree in (False, True)}
     engine = make_engine(target, drafters, method=method, num_kv_blocks=1600, max_num_seqs=400)
-    params = dataclasses.replace(free, processors=(fails,), n=300, max_tokens=3)
+    params = dataclasses.replace(free, processors=(fails,), n=100, max_tokens=2)
     requests = [
         engine.add_request(PROMPTS[0], dataclasses.replace(params, seed=i), SpecParams(drafter=name))
         for i, name in enumerate(drafters)
@@ -228,7 +228,7 @@ def test_a_rule_that_fails_on_a_draft_leaves_the_law(method: str) -> None:
     answers = [answer for request in requests for answer in request.answers]
     drawn = [tuple(answer.seq.output_ids) for answer in answers]
     assert [answer.finish is FinishReason.ERROR for answer in answers] == [tokens == (likely,) for tokens in drawn]
-    assert 30 < drawn.count((likely,)) < 570
+    assert 10 < drawn.count((likely,)) < 190
     assert p_value(drawn, law) > 0.001
 
 
