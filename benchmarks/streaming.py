@@ -46,7 +46,9 @@ async def streamed(port: int, path: str, body: Mapping[str, Any], until: float |
     """
     answer = Answer(time.perf_counter())
     data = json.dumps({**body, "stream": True, "stream_options": {"include_usage": True}}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    )
     writer: asyncio.StreamWriter | None = None
     try:
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 22)

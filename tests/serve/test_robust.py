@@ -100,7 +100,7 @@ def test_hundreds_of_connections_at_once(llm: LLM) -> None:
     async def one(port: int, i: int) -> tuple[int, str]:
         data = json.dumps(body_of(i % 40)).encode()
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         reply = await reader.read()
         writer.close()
@@ -131,13 +131,13 @@ def test_clients_that_read_nothing_hold_nobody_up(llm: LLM) -> None:
         stuck = []
         for _ in range(2):
             _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
-            head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+            head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
             writer.write(head.encode() + data)
             stuck.append(writer)
         await until(lambda: service.loop.answers == 8)
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         data = json.dumps({"prompt": "y", "max_tokens": 5}).encode()
-        head = f"POST {PATH} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
+        head = f"POST {PATH} HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nContent-Length: {len(data)}\r\n\r\n"
         writer.write(head.encode() + data)
         assert b" 200 " in (await reader.read()).splitlines()[0]
         writer.close()

@@ -80,7 +80,7 @@ def test_a_client_that_goes_away_frees_its_blocks(llm: LLM) -> None:
 def test_what_goes_wrong_before_a_request_is_whole(llm: LLM) -> None:
     with real_server(llm.engine) as (url, _):
         host, port = url.removeprefix("http://").split(":")
-        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1000\r\n\r\n"
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
         for sent in (b"", b"nonsense\r\n\r\n", head, head + b'{"prompt":'):
             with socket.create_connection((host, int(port))) as raw:
                 raw.sendall(sent)
