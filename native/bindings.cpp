@@ -211,19 +211,63 @@ std::shared_ptr<Stack> make_stack(std::vector<std::shared_ptr<Layer>> layers, st
   return stack;
 }
 
+void check_stack(const Stack& stack, Plan& plan) {
+  if (plan.max_slot() >= stack.slots)
+    fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(stack.slots) + " slots");
+  for (const LayerOn& one : stack.on) plan.seen(one.layer->window);  // made while the interpreter lock is held
+}
+
 // x and y are addresses of contiguous fp32 [plan.rows, hidden] in main memory, which the caller has made sure of: taking
 // two tensors apart costs more here than all other checks together.
 void layers_call(Context& context, const Stack& stack, Plan& plan, const Rope& rope, uintptr_t x, uintptr_t y) {
   if (rope.rows != plan.rows() || rope.half != stack.half)
     fail("cos and sin have shape " + shown({rope.rows, rope.half}) + "; expected is " + shown({plan.rows(), stack.half}));
-  if (plan.max_slot() >= stack.slots)
-    fail("slot " + std::to_string(plan.max_slot()) + " is outside the KV pool of " + std::to_string(stack.slots) + " slots");
+  check_stack(stack, plan);
   if (!plan.rows()) return;
   if (!x || !y || x == y) fail("x and y must be two stretches of memory");
-  for (const LayerOn& one : stack.on) plan.seen(one.layer->window);  // made while the interpreter lock is held
   nb::gil_scoped_release release;
   run_layers(context, stack.on, plan, static_cast<const float*>(rope.cos.data()), static_cast<const float*>(rope.sin.data()),
              reinterpret_cast<const float*>(x), reinterpret_cast<float*>(y));
+}
+
+std::shared_ptr<Ends> make_ends(std::shared_ptr<Weight> embedding, std::shared_ptr<Weight> head, const In& norm, double eps, const In& inv_freq,
+                                double rope_scale) {
+  if (!embedding || !head) fail("the embedding or the head is missing");
+  if (embedding->k() != head->k()) fail("embedding and head differ in width");
+  auto ends = std::make_shared<Ends>();
+  ends->norm = copied(norm, "norm", head->k(), head->k());
+  ends->inv_freq = copied(inv_freq, "inv_freq", length(inv_freq), length(inv_freq));
+  ends->embedding = std::move(embedding);
+  ends->head = std::move(head);
+  ends->rope_scale = rope_scale;
+  ends->eps = static_cast<float>(eps);
+  return ends;
+}
+
+const int64_t* indices(const In& a, const char* name, int64_t n, int64_t below) {
+  const int64_t* p = integers(a, name, {n});
+  for (int64_t i = 0; i < n; i++)
+    if (p[i] < 0 || p[i] >= below) fail(std::string(name) + " holds " + std::to_string(p[i]) + "; allowed is 0 to " + std::to_string(below - 1));
+  return p;
+}
+
+void pass_call(Context& context, const Ends& ends, const std::vector<std::shared_ptr<Stack>>& stacks, Plan& plan, const In& ids, const In& wanted,
+               const Out& hidden, const Out& logits) {
+  const int64_t rows = plan.rows(), n = length(wanted), width = ends.head->k();
+  const int64_t *id = indices(ids, "ids", rows, ends.embedding->n()), *row = indices(wanted, "logit_rows", n, rows);
+  std::vector<const std::vector<LayerOn>*> layers;
+  for (const auto& stack : stacks) {
+    if (!stack) fail("a stack is missing");
+    if (stack->layers[0]->hidden() != width || stack->half != static_cast<int64_t>(ends.inv_freq.size())) fail("the layers do not fit between embedding and head");
+    check_stack(*stack, plan);
+    layers.push_back(&stack->on);
+  }
+  if (layers.empty()) fail("a pass needs layers");
+  float* to = floats(hidden, "hidden", {static_cast<int64_t>(layers.size()), rows, width});
+  float* out = floats(logits, "logits", {n, ends.head->n()});
+  if (!rows) return;
+  nb::gil_scoped_release release;
+  run_pass(context, ends, layers, plan, id, row, n, to, out);
 }
 
 void linear_call(Context& context, const Weight& weight, const In& x, const std::optional<In>& bias, const Out& y) {
@@ -247,10 +291,8 @@ void norm_call(Context& context, const In& x, const In& weight, double eps, cons
 
 void embed_call(Context& context, const Weight& table, const In& ids, const Out& y) {
   const int64_t rows = length(ids);
-  const int64_t* id = integers(ids, "ids", {rows});
+  const int64_t* id = indices(ids, "ids", rows, table.n());
   float* to = floats(y, "y", {rows, table.k()});
-  for (int64_t r = 0; r < rows; r++)
-    if (id[r] < 0 || id[r] >= table.n()) fail("id " + std::to_string(id[r]) + " is outside the table of " + std::to_string(table.n()) + " rows");
   nb::gil_scoped_release release;
   run_embed(context, table, id, rows, to);
 }
@@ -304,6 +346,7 @@ NB_MODULE(_native, m) {
   nb::class_<Rope>(m, "Rope");
   nb::class_<KV>(m, "KV");
   nb::class_<Stack>(m, "Stack").def_prop_ro("hidden", [](const Stack& s) { return s.layers[0]->hidden(); });
+  nb::class_<Ends>(m, "Ends").def_prop_ro("shape", [](const Ends& e) { return nb::make_tuple(e.head->n(), e.head->k()); });
   nb::class_<Plan>(m, "Plan").def_prop_ro("rows", &Plan::rows);
   nb::class_<Context>(m, "Context")
       .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })
@@ -327,6 +370,9 @@ NB_MODULE(_native, m) {
         nb::arg("tail_start"), nb::arg("ancestors").none(), nb::arg("block_size"));
   m.def("stack", &make_stack, nb::arg("layers"), nb::arg("kvs"));
   m.def("decoder_layers", &layers_call, nb::arg("context"), nb::arg("stack"), nb::arg("plan"), nb::arg("rope"), nb::arg("x"), nb::arg("y"));
+  m.def("ends", &make_ends, nb::arg("embedding"), nb::arg("head"), nb::arg("norm"), nb::arg("eps"), nb::arg("inv_freq"), nb::arg("rope_scale"));
+  m.def("forward", &pass_call, nb::arg("context"), nb::arg("ends"), nb::arg("stacks"), nb::arg("plan"), nb::arg("ids"), nb::arg("logit_rows"),
+        nb::arg("hidden"), nb::arg("logits"));
   m.def("rope", &make_rope, nb::arg("cos"), nb::arg("sin"));
   m.def("linear", &linear_call, nb::arg("context"), nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(), nb::arg("y"));
   m.def("rms_norm", &norm_call, nb::arg("context"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("y"));

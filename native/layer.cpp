@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <functional>
+#include <memory>
 
 #include "share.h"
 
@@ -63,6 +64,24 @@ void run_rope_table(Context& context, const float* inv_freq, int64_t half, doubl
       sin[r * half + i] = static_cast<float>(std::sin(angle) * scale);
     }
   });
+}
+
+void run_pass(Context& context, const Ends& ends, const std::vector<const std::vector<LayerOn>*>& stacks, Plan& plan, const int64_t* ids,
+              const int64_t* wanted, int64_t n, float* hidden, float* logits) {
+  const int64_t rows = plan.rows(), width = ends.head->k(), half = static_cast<int64_t>(ends.inv_freq.size());
+  const std::unique_ptr<float[]> own(new float[static_cast<size_t>((rows + n) * width + 2 * rows * half)]);
+  float *const embedded = own.get(), *const normed = embedded + rows * width, *const cos = normed + n * width, *const sin = cos + rows * half;
+  run_embed(context, *ends.embedding, ids, rows, embedded);
+  run_rope_table(context, ends.inv_freq.data(), half, ends.rope_scale, plan.positions(), rows, cos, sin);
+  const float* x = embedded;
+  for (const auto* stack : stacks) {
+    run_layers(context, *stack, plan, cos, sin, x, hidden);
+    x = hidden;
+    hidden += rows * width;
+  }
+  if (!n) return;
+  each_row(context, n, [&](int64_t r) { context.kernels->norm(x + wanted[r] * width, ends.norm.data(), ends.eps, width, normed + r * width); });
+  run_linear(context, *ends.head, nullptr, normed, n, logits);
 }
 
 }  // namespace outrider

@@ -49,4 +49,16 @@ struct LayerOn {
 };
 void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan, const float* cos, const float* sin, const float* x, float* y);
 
+// What stands before and behind a model's layers.
+struct Ends {
+  std::shared_ptr<const Weight> embedding, head;
+  std::vector<float> norm, inv_freq;
+  double rope_scale;
+  float eps;
+};
+// A whole pass: tokens `ids`, one a row of the plan, through `stacks` in order. hidden is [stacks, rows, hidden], the states
+// after each of them; logits [n, vocabulary] are those of the rows `wanted`.
+void run_pass(Context& context, const Ends& ends, const std::vector<const std::vector<LayerOn>*>& stacks, Plan& plan, const int64_t* ids,
+              const int64_t* wanted, int64_t n, float* hidden, float* logits);
+
 }  // namespace outrider

@@ -30,6 +30,7 @@ class Plan {
   int64_t rows() const { return static_cast<int64_t>(slots_.size()); }
   int64_t max_slot() const { return max_slot_; }
   const int64_t* slots() const { return slots_.data(); }
+  const int64_t* positions() const { return positions_.data(); }
 
   struct Seen {
     std::vector<SeenRow> rows;

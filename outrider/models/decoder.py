@@ -15,7 +15,7 @@ from outrider.core.types import Batch, ForwardOut
 from outrider.models.config import ModelConfig
 from outrider.models.rope import rope_frequencies
 from outrider.models.source import Keep, TensorSource
-from outrider.ops.contract import LayerKV, LayerShape, LayerStack, LayerWeights, Ops, StoredMatrix, Weight
+from outrider.ops.contract import LayerKV, LayerShape, LayerStack, LayerWeights, ModelEnds, Ops, StoredMatrix, Weight
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
@@ -118,6 +118,7 @@ class Decoder:
         inv_freq, self.rope_scale = rope_frequencies(config.rope, config.head_dim, config.max_position)
         wide = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.inv_freq = inv_freq.to(self.device, wide)
+        self.ends = ModelEnds(embedding, self.inv_freq, self.rope_scale, final_norm, config.norm_eps, head)
         self.shapes = tuple(
             LayerShape(config.n_heads, config.n_kv_heads, config.head_dim, config.norm_eps, config.window(layer))
             for layer in range(config.n_layers)
@@ -226,31 +227,17 @@ class Decoder:
         """
         return self.run(batch, self.stacks(kv, feature_layers), feature_layers)
 
-    @torch.inference_mode()
     def run(self, batch: Batch, stacks: Sequence[LayerStack], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """``forward`` over ``stacks(kv, feature_layers)`` that were made before."""
-        x = self.ops.embed(self.embedding, batch.ids).to(self.dtype)
-        rope = self.ops.rope_table(self.inv_freq, self.rope_scale, batch.positions)
-        after: list[torch.Tensor] = []
-        for stack in stacks:
-            x = self.ops.decoder_layers(x, stack, rope, batch)
-            after.append(x)
-        features = None
-        if feature_layers:
-            order = sorted(set(feature_layers))
-            features = torch.cat([after[order.index(layer)] for layer in feature_layers], dim=-1)
-        # Rows are taken once each and in order: as many as there are means all of them.
-        wanted = x if len(batch.logit_rows) == batch.n_rows else x.index_select(0, batch.logit_rows)
-        if not len(wanted):  # nothing but middle chunks of prompts
-            return ForwardOut(x.new_empty(0, self.config.vocab_size), features)
-        return ForwardOut(self._logits(wanted), features)
+        logits, hidden = self.ops.forward(self.ends, stacks, batch)
+        if not feature_layers:
+            return ForwardOut(logits, None)
+        order = sorted(set(feature_layers))
+        return ForwardOut(logits, torch.cat([hidden[order.index(layer)] for layer in feature_layers], dim=-1))
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Final norm and output head on hidden states [M,H] of the last layer: [M,V]."""
-        return self._logits(hidden)
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if not len(hidden):  # a pass over the middle of a prompt
             return hidden.new_empty(0, self.config.vocab_size)
         return self.ops.linear(self.ops.rms_norm(hidden, self.final_norm, self.config.norm_eps), self.head)

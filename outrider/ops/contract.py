@@ -132,6 +132,21 @@ class LayerStack:
     kv: Sequence[LayerKV]
 
 
+@dataclass(frozen=True, eq=False)
+class ModelEnds:
+    """What stands before and behind a model's layers: ``embedding`` and ``head`` [V,H], ``final_norm`` [H].
+
+    ``inv_freq`` [head dim / 2] and ``rope_scale`` are those of the rotary embedding, ``norm_eps`` the final norm's.
+    """
+
+    embedding: Weight
+    inv_freq: torch.Tensor
+    rope_scale: float
+    final_norm: torch.Tensor
+    norm_eps: float
+    head: Weight
+
+
 class Ops(Protocol):
     """Operations on flat rows; N rows, H hidden width."""
 
@@ -181,3 +196,11 @@ class Ops(Protocol):
 
     def linear(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [N,in] times weight [out,in] transposed, plus bias."""
+
+    def forward(
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        """A whole pass over ``batch`` through ``stacks`` in order; the KV of every row is written.
+
+        Returns the logits [M,V] of ``batch.logit_rows``, and the hidden states [N,H] after each stack.
+        """

@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from outrider.core.errors import SettingError
 from outrider.core.types import Batch
-from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerStack, LayerWeights, StoredMatrix
+from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerStack, LayerWeights, ModelEnds, StoredMatrix
 
 GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
 """GGUF types that are taken as they are -> our names."""
@@ -158,6 +158,7 @@ class NativeOps:
         self._kv: WeakKeyDictionary[LayerKV, Any] = WeakKeyDictionary()
         self._layers: WeakKeyDictionary[LayerWeights, tuple[LayerShape, Any]] = WeakKeyDictionary()
         self._stacks: WeakKeyDictionary[LayerStack, Any] = WeakKeyDictionary()
+        self._ends: WeakKeyDictionary[ModelEnds, Any] = WeakKeyDictionary()
         self._packed: Any = WeakIdKeyDictionary()  # by identity: tensors compare element by element
 
     @property
@@ -238,10 +239,7 @@ class NativeOps:
         rope: Sequence[torch.Tensor],
         batch: Batch,
     ) -> torch.Tensor:
-        ready = self._stacks.get(stack)
-        if ready is None:
-            layers = [self._layer(weights, shape) for weights, shape in zip(stack.layers, stack.shapes, strict=True)]
-            ready = self._stacks[stack] = _native.stack(layers, [self._pool(kv) for kv in stack.kv])
+        ready = self._stack(stack)
         plan = self._plans.get(batch)
         if plan is None:
             plan = self._plans[batch] = _plan(batch)
@@ -254,6 +252,38 @@ class NativeOps:
         out = torch.empty_like(x)
         _native.decoder_layers(self._context, ready, plan, turn.handle, x.data_ptr(), out.data_ptr())
         return out
+
+    def forward(
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        ready = self._ends.get(ends)
+        if ready is None:
+            ready = self._ends[ends] = self._new_ends(ends)
+        vocab, width = ready.shape
+        hidden, logits = torch.empty(len(stacks), batch.n_rows, width), torch.empty(len(batch.logit_rows), vocab)
+        _native.forward(
+            self._context,
+            ready,
+            [self._stack(stack) for stack in stacks],
+            _plan(batch),
+            batch.ids.numpy(),
+            batch.logit_rows.numpy(),
+            hidden.numpy(),
+            logits.numpy(),
+        )
+        return logits, hidden.unbind()
+
+    def _stack(self, stack: LayerStack) -> Any:
+        ready = self._stacks.get(stack)
+        if ready is None:
+            layers = [self._layer(weights, shape) for weights, shape in zip(stack.layers, stack.shapes, strict=True)]
+            ready = self._stacks[stack] = _native.stack(layers, [self._pool(kv) for kv in stack.kv])
+        return ready
+
+    def _new_ends(self, ends: ModelEnds) -> Any:
+        embedding, head = self._native_weight(ends.embedding).handle, self._native_weight(ends.head).handle
+        norm, inv_freq = ends.final_norm.float().numpy(), ends.inv_freq.float().numpy()
+        return _native.ends(embedding, head, norm, ends.norm_eps, inv_freq, ends.rope_scale)
 
     def _layer(self, weights: LayerWeights, shape: LayerShape) -> Any:
         known = self._layers.get(weights)

@@ -18,6 +18,7 @@ from outrider.ops.contract import (
     LayerShape,
     LayerStack,
     LayerWeights,
+    ModelEnds,
     StoredMatrix,
     Weight,
 )
@@ -131,6 +132,22 @@ class ReferenceOps:
         for weights, shape, kv in zip(stack.layers, stack.shapes, stack.kv, strict=True):
             x = self.decoder_layer(x, weights, shape, rope, kv, batch)
         return x
+
+    @torch.inference_mode()
+    def forward(
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
+    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        x = self.embed(ends.embedding, batch.ids).to(ends.final_norm.dtype)
+        rope = self.rope_table(ends.inv_freq, ends.rope_scale, batch.positions)
+        hidden: list[torch.Tensor] = []
+        for stack in stacks:
+            x = self.decoder_layers(x, stack, rope, batch)
+            hidden.append(x)
+        # Rows are taken once each and in order: as many as there are means all of them.
+        wanted = x if len(batch.logit_rows) == batch.n_rows else x.index_select(0, batch.logit_rows)
+        if not len(wanted):  # nothing but middle chunks of prompts
+            return x.new_empty(0, ends.head.shape[0]), hidden
+        return self.linear(self.rms_norm(wanted, ends.final_norm, ends.norm_eps), ends.head), hidden
 
     def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
         """Attention of ``q`` [N, heads, dim] over the paged KV: [N, heads * dim]."""
