@@ -3,7 +3,7 @@
     python benchmarks/engine_step.py [MODEL] [--quantization int8] [--context 256] [--steps 60] [--profile]
 
 Engines of several kinds step in turn over one set of weights, at ``--context`` tokens. After each step the same pass is
-done once more by the bare calls into the extension: its time is the native time. Medians, milliseconds. ``draft 7`` is
+done once more by the bare call into the extension: its time is the native time. Medians, milliseconds. ``draft 7`` is
 one sequence with seven draft tokens, the eight rows of a verification. At the end, an n-gram look-up with 32k tokens of
 history. ``--profile`` prints where the time of plain steps at batch 1 goes, function by function.
 """
@@ -48,32 +48,21 @@ class Guess(Proposer):
 
 
 class Bare:
-    """The passes of a decoder by bare calls into the extension, all of it prepared: what cannot be saved."""
+    """The passes of a decoder by the bare call into the extension, all of it prepared: what cannot be saved."""
 
     def __init__(self, model: LoadedModel, engine: Engine) -> None:
         decoder, ops = model.decoder, model.decoder.ops
         assert isinstance(ops, native.NativeOps), "this measures the native operations"
-        self.decoder, self.context, self.call = decoder, ops._context, native._native
-        layers = [ops._layer(w, s) for w, s in zip(decoder.layers, decoder.shapes, strict=True)]
-        self.stack = self.call.stack(layers, [ops._pool(kv) for kv in engine.runner.pool.layers])
-        self.table, self.head = (ops._native_weight(w).handle for w in (decoder.embedding, decoder.head))
+        (stack,) = decoder.stacks(engine.runner.pool.layers)
+        self.context, self.ends, self.stacks = ops._context, ops._new_ends(decoder.ends), [ops._stack(stack)]
 
     def seconds(self, batch: Batch) -> float:
         """Time of one pass over ``batch``, which was done before: the KV written is the same."""
-        d, call, width = self.decoder, self.call, self.decoder.config.hidden_size
-        plan, n, m = native._plan(batch), batch.n_rows, len(batch.logit_rows)
-        x, y = np.empty((n, width), np.float32), np.empty((n, width), np.float32)
-        cos, sin = (np.empty((n, len(d.inv_freq)), np.float32) for _ in range(2))
-        normed, logits = np.empty((m, width), np.float32), np.empty((m, self.head.shape[0]), np.float32)
-        ids, positions, rows = batch.ids.numpy(), batch.positions.numpy(), batch.logit_rows.numpy()
-        inv_freq, norm, eps = d.inv_freq.numpy(), d.final_norm.numpy(), d.config.norm_eps
-        rope, into, out = call.rope(cos, sin), x.ctypes.data, y.ctypes.data
+        hidden = np.empty((1, batch.n_rows, self.ends.hidden), np.float32)
+        logits = np.empty((len(batch.logit_rows), self.ends.vocab), np.float32)
+        args = self.context, self.ends, self.stacks, native._plan(batch), batch.ids, batch.logit_rows, hidden, logits
         start = time.perf_counter()
-        call.embed(self.context, self.table, ids, x)
-        call.rope_table(self.context, inv_freq, d.rope_scale, positions, cos, sin)
-        call.decoder_layers(self.context, self.stack, plan, rope, into, out)
-        call.rms_norm(self.context, y if n == m else y[rows], norm, eps, normed)
-        call.linear(self.context, self.head, normed, None, logits)
+        native._native.forward(*args)
         return time.perf_counter() - start
 
 

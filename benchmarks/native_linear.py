@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 
 from outrider.core.types import Batch
@@ -32,8 +33,8 @@ def batch(rows: int, context: int) -> Batch:
     """``rows`` new rows of one sequence that ends at ``context`` slots (or at its rows, if these are more)."""
     length = max(rows, context)
     blocks = -(-length // BLOCK)
-    positions = torch.arange(length - rows, length)
-    table = torch.arange(blocks)[None]
+    positions = np.arange(length - rows, length)
+    table = np.arange(blocks)[None]
     return Batch(positions, positions, positions, (0, rows), (length,), table, (length,), None, ((),), positions, BLOCK)
 
 
@@ -75,7 +76,7 @@ class Bench:
         """Milliseconds of all products, of all layers, and of the head (one row when there are many)."""
         inputs = {width: torch.randn(rows, width) for width in (HIDDEN, FFN)}
         b = batch(rows, context)
-        rope = self.ops.rope_table(torch.ones(DIM // 2), 1.0, b.positions)
+        rope = self.ops.rope_table(torch.ones(DIM // 2), 1.0, torch.from_numpy(b.positions))
         last = inputs[HIDDEN] if rows <= 16 else inputs[HIDDEN][-1:].contiguous()
 
         def products() -> None:

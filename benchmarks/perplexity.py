@@ -16,6 +16,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from outrider.core.types import Batch
@@ -37,12 +38,10 @@ def text_of(path: Path) -> str:
 
 def chunk_batch(ids: Sequence[int], start: int, end: int) -> Batch:
     """Rows ``start`` .. ``end`` of one sequence that has slots 0, 1, 2, ...; logits for all of them."""
-    rows = torch.arange(start, end)
-    table = torch.arange(-(-end // BLOCK))[None]
+    rows = np.arange(start, end)
+    table = np.arange(-(-end // BLOCK))[None]
     n = end - start
-    return Batch(
-        torch.tensor(ids[start:end]), rows, rows, (0, n), (end,), table, (end,), None, ((),), torch.arange(n), BLOCK
-    )
+    return Batch(np.array(ids[start:end]), rows, rows, (0, n), (end,), table, (end,), None, ((),), np.arange(n), BLOCK)
 
 
 def losses(model: LoadedModel, ids: Sequence[int], window: int) -> torch.Tensor:
@@ -54,7 +53,7 @@ def losses(model: LoadedModel, ids: Sequence[int], window: int) -> torch.Tensor:
         piece = ids[first : first + window]
         for start in range(0, len(piece), CHUNK):
             end = min(start + CHUNK, len(piece))
-            logits = decoder.forward(chunk_batch(piece, start, end), pool.layers).logits.double()
+            logits = torch.from_numpy(decoder.forward(chunk_batch(piece, start, end), pool.layers).logits).double()
             targets = torch.tensor(piece[start + 1 : end + 1])
             scores = torch.log_softmax(logits[: len(targets)], -1)
             found.append(-scores.gather(1, targets[:, None])[:, 0])

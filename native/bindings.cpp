@@ -346,7 +346,9 @@ NB_MODULE(_native, m) {
   nb::class_<Rope>(m, "Rope");
   nb::class_<KV>(m, "KV");
   nb::class_<Stack>(m, "Stack").def_prop_ro("hidden", [](const Stack& s) { return s.layers[0]->hidden(); });
-  nb::class_<Ends>(m, "Ends").def_prop_ro("shape", [](const Ends& e) { return nb::make_tuple(e.head->n(), e.head->k()); });
+  nb::class_<Ends>(m, "Ends")
+      .def_prop_ro("vocab", [](const Ends& e) { return e.head->n(); })
+      .def_prop_ro("hidden", [](const Ends& e) { return e.head->k(); });
   nb::class_<Plan>(m, "Plan").def_prop_ro("rows", &Plan::rows);
   nb::class_<Context>(m, "Context")
       .def_prop_ro("threads", [](const Context& c) { return c.pool.threads(); })

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
@@ -112,23 +114,23 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """The flat rows of one forward pass. All tensors are on the model's device.
+    """The flat rows of one forward pass, as numbers in main memory.
 
     A sequence's rows sit in its last logical slots, ``kv_len - rows .. kv_len - 1``, in order. A row sees slot s of its
     sequence when ``s <= own slot and (s < tail_start or its ancestor bit is set)``. Ancestor bit i stands for slot
     tail_start + i, whose position is ``tail_positions[b][i]``; before the tail, position and slot are the same.
     """
 
-    ids: torch.Tensor  # i64[N] token ids
-    positions: torch.Tensor  # i64[N] rotary positions (depth in the tree for draft rows)
-    slots: torch.Tensor  # i64[N] physical KV slots: block id * block size + offset
+    ids: NDArray[np.int64]  # [N] token ids
+    positions: NDArray[np.int64]  # [N] rotary positions (depth in the tree for draft rows)
+    slots: NDArray[np.int64]  # [N] physical KV slots: block id * block size + offset
     cu_rows: tuple[int, ...]  # [B+1] first row of each sequence
     kv_len: tuple[int, ...]  # [B] slots in use after this pass, this pass's rows included
-    block_tables: torch.Tensor  # i64[B,P] physical block ids, padded with 0
+    block_tables: NDArray[np.int64]  # [B,P] physical block ids, padded with 0
     tail_start: tuple[int, ...]  # [B] first draft slot
-    ancestors: torch.Tensor | None  # i64[N,W] bit masks; None when every draft is a chain (plain causal)
+    ancestors: NDArray[np.int64] | None  # [N,W] bit masks; None when every draft is a chain (plain causal)
     tail_positions: tuple[tuple[int, ...], ...]  # [B] positions of the slots tail_start .. kv_len - 1
-    logit_rows: torch.Tensor  # i64[M] rows whose logits are wanted, ascending
+    logit_rows: NDArray[np.int64]  # [M] rows whose logits are wanted, ascending
     block_size: int
 
     @property
@@ -142,9 +144,12 @@ class Batch:
 
 @dataclass(frozen=True, eq=False)
 class ForwardOut:
-    """What a forward pass gives: ``logits`` [M,V], and ``features`` [N,F] when layers were asked for."""
+    """What a forward pass gives: ``logits`` [M,V] in main memory, in fp32 (fp64 of a model in fp64).
 
-    logits: torch.Tensor
+    ``features`` [N,F] are on the model's device, when layers were asked for.
+    """
+
+    logits: NDArray[np.floating]
     features: torch.Tensor | None = None
 
 

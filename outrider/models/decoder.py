@@ -229,11 +229,8 @@ class Decoder:
 
     def run(self, batch: Batch, stacks: Sequence[LayerStack], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """``forward`` over ``stacks(kv, feature_layers)`` that were made before."""
-        logits, hidden = self.ops.forward(self.ends, stacks, batch)
-        if not feature_layers:
-            return ForwardOut(logits, None)
         order = sorted(set(feature_layers))
-        return ForwardOut(logits, torch.cat([hidden[order.index(layer)] for layer in feature_layers], dim=-1))
+        return self.ops.forward(self.ends, stacks, batch, [order.index(layer) for layer in feature_layers])
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

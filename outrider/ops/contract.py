@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from outrider.core.types import Batch
+from outrider.core.types import Batch, ForwardOut
 
 
 @dataclass(frozen=True, eq=False)
@@ -198,9 +198,9 @@ class Ops(Protocol):
         """x [N,in] times weight [out,in] transposed, plus bias."""
 
     def forward(
-        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        """A whole pass over ``batch`` through ``stacks`` in order; the KV of every row is written.
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch, features: Sequence[int] = ()
+    ) -> ForwardOut:
+        """A whole pass over ``batch`` through ``stacks`` in order: KV of every row is written, and logits returned.
 
-        Returns the logits [M,V] of ``batch.logit_rows``, and the hidden states [N,H] after each stack.
+        ``features`` are stacks by number: the hidden states after each of them come back side by side, in this order.
         """

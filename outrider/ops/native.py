@@ -14,11 +14,12 @@ from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from outrider.core.errors import SettingError
-from outrider.core.types import Batch
+from outrider.core.types import Batch, ForwardOut
 from outrider.ops.contract import Int8Weight, LayerKV, LayerShape, LayerStack, LayerWeights, ModelEnds, StoredMatrix
 
 GGUF_FORMATS = {"Q4_0": "q4_0", "Q4_1": "q4_1", "Q8_0": "q8_0"}
@@ -254,24 +255,18 @@ class NativeOps:
         return out
 
     def forward(
-        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch, features: Sequence[int] = ()
+    ) -> ForwardOut:
         ready = self._ends.get(ends)
         if ready is None:
             ready = self._ends[ends] = self._new_ends(ends)
-        vocab, width = ready.shape
-        hidden, logits = torch.empty(len(stacks), batch.n_rows, width), torch.empty(len(batch.logit_rows), vocab)
-        _native.forward(
-            self._context,
-            ready,
-            [self._stack(stack) for stack in stacks],
-            _plan(batch),
-            batch.ids.numpy(),
-            batch.logit_rows.numpy(),
-            hidden.numpy(),
-            logits.numpy(),
-        )
-        return logits, hidden.unbind()
+        # Numpy's arrays, not torch's: between two steps the caches are full of weights, and torch needs more of them.
+        hidden = np.empty((len(stacks), batch.n_rows, ready.hidden), np.float32)
+        logits = np.empty((len(batch.logit_rows), ready.vocab), np.float32)
+        layers = [self._stack(stack) for stack in stacks]
+        _native.forward(self._context, ready, layers, _plan(batch), batch.ids, batch.logit_rows, hidden, logits)
+        beside = torch.cat([torch.from_numpy(hidden[i]) for i in features], dim=-1) if features else None
+        return ForwardOut(logits, beside)
 
     def _stack(self, stack: LayerStack) -> Any:
         ready = self._stacks.get(stack)
@@ -328,12 +323,12 @@ class NativeOps:
 
 def _plan(batch: Batch) -> Any:
     return _native.plan(
-        batch.positions.numpy(),
-        batch.slots.numpy(),
+        batch.positions,
+        batch.slots,
         batch.cu_rows,
         batch.kv_len,
-        batch.block_tables.numpy(),
+        batch.block_tables,
         batch.tail_start,
-        None if batch.ancestors is None else batch.ancestors.numpy(),
+        batch.ancestors,
         batch.block_size,
     )

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from outrider.core.errors import SettingError
-from outrider.core.types import Batch
+from outrider.core.types import Batch, ForwardOut
 from outrider.ops.contract import (
     KV_GROUP,
     Int8Weight,
@@ -57,7 +57,7 @@ class ReferenceOps:
     batch_invariant = False  # matrix products of the platform: they pick a kernel by the number of rows
 
     def __init__(self) -> None:
-        self._plans: WeakKeyDictionary[Batch, list[_Group]] = WeakKeyDictionary()
+        self._plans: WeakKeyDictionary[Batch, _Plan] = WeakKeyDictionary()
 
     def describe(self) -> str:
         return f"reference operations (torch, {torch.get_num_threads()} threads)"
@@ -115,9 +115,12 @@ class ReferenceOps:
         if w.k_norm is not None:
             k = self.rms_norm(k, w.k_norm, eps)
         q, k = _rotate(q, rope), _rotate(k, rope)
-        _write(kv.k, kv.k_scale, batch.slots, k)
-        _write(kv.v, kv.v_scale, batch.slots, v)
-        x = x + self.linear(self._attend(q, shape, kv, batch), w.o, w.o_bias)
+        plan = self._plans.get(batch)
+        if plan is None:
+            plan = self._plans[batch] = _Plan(batch, x.device)
+        _write(kv.k, kv.k_scale, plan.slots, k)
+        _write(kv.v, kv.v_scale, plan.slots, v)
+        x = x + self.linear(plan.attend(q, shape, kv), w.o, w.o_bias)
         h = self.rms_norm(x, w.post_norm, eps)
         h = F.silu(self.linear(h, w.gate, w.gate_bias)) * self.linear(h, w.up, w.up_bias)
         return x + self.linear(h, w.down, w.down_bias)
@@ -135,29 +138,38 @@ class ReferenceOps:
 
     @torch.inference_mode()
     def forward(
-        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch
-    ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
-        x = self.embed(ends.embedding, batch.ids).to(ends.final_norm.dtype)
-        rope = self.rope_table(ends.inv_freq, ends.rope_scale, batch.positions)
+        self, ends: ModelEnds, stacks: Sequence[LayerStack], batch: Batch, features: Sequence[int] = ()
+    ) -> ForwardOut:
+        device = ends.final_norm.device
+        x = self.embed(ends.embedding, torch.from_numpy(batch.ids).to(device)).to(ends.final_norm.dtype)
+        rope = self.rope_table(ends.inv_freq, ends.rope_scale, torch.from_numpy(batch.positions).to(device))
         hidden: list[torch.Tensor] = []
         for stack in stacks:
             x = self.decoder_layers(x, stack, rope, batch)
             hidden.append(x)
-        # Rows are taken once each and in order: as many as there are means all of them.
-        wanted = x if len(batch.logit_rows) == batch.n_rows else x.index_select(0, batch.logit_rows)
-        if not len(wanted):  # nothing but middle chunks of prompts
-            return x.new_empty(0, ends.head.shape[0]), hidden
-        return self.linear(self.rms_norm(wanted, ends.final_norm, ends.norm_eps), ends.head), hidden
+        x = x.index_select(0, torch.from_numpy(batch.logit_rows).to(device))
+        logits = self.linear(self.rms_norm(x, ends.final_norm, ends.norm_eps), ends.head)
+        beside = torch.cat([hidden[i] for i in features], dim=-1) if features else None
+        return ForwardOut(logits.to("cpu", _wide(logits.dtype)).numpy(), beside)
 
-    def _attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV, batch: Batch) -> torch.Tensor:
+
+class _Plan:
+    """What a batch's layers need, worked out once for all of them: where KV goes, and who attends with whom."""
+
+    def __init__(self, batch: Batch, device: torch.device) -> None:
+        self.slots = torch.from_numpy(batch.slots).to(device)
+        # Sequences with as many rows and a similar length (same power of two) share one padded attention call.
+        members: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for b, length in enumerate(batch.kv_len):
+            members[batch.cu_rows[b + 1] - batch.cu_rows[b], length.bit_length()].append(b)
+        self._groups = [_Group(batch, own, device) for (rows, _), own in members.items() if rows]
+
+    def attend(self, q: torch.Tensor, shape: LayerShape, kv: LayerKV) -> torch.Tensor:
         """Attention of ``q`` [N, heads, dim] over the paged KV: [N, heads * dim]."""
-        groups = self._plans.get(batch)
-        if groups is None:
-            groups = self._plans[batch] = _plan(batch)
-        if len(groups) == 1:
-            return groups[0].attend(q, shape, kv)
+        if len(self._groups) == 1:
+            return self._groups[0].attend(q, shape, kv)
         out = q.new_empty(q.shape[0], shape.n_heads * shape.head_dim)
-        for group in groups:
+        for group in self._groups:
             out[group.rows] = group.attend(q[group.rows], shape, kv)
         return out
 
@@ -165,9 +177,9 @@ class ReferenceOps:
 class _Group:
     """S sequences with n rows each, padded to L slots: what attention needs, worked out once for all layers."""
 
-    def __init__(self, batch: Batch, members: list[int]) -> None:
-        device, size = batch.positions.device, batch.block_size
-        first = members[0]
+    def __init__(self, batch: Batch, members: list[int], device: torch.device) -> None:
+        size, first = batch.block_size, members[0]
+        tables, positions = (torch.from_numpy(part).to(device) for part in (batch.block_tables, batch.positions))
         self.n = batch.cu_rows[first + 1] - batch.cu_rows[first]
         self.n_seqs = len(members)
         self.length = max(batch.kv_len[b] for b in members)
@@ -183,15 +195,14 @@ class _Group:
             self.slots: Index = slice(blocks[0] * size, blocks[0] * size + self.length)  # read in place, no copy
         else:
             held = torch.minimum(logical, in_use - 1)  # padding repeats a written slot: unwritten ones may hold NaN
-            tables = batch.block_tables[members].gather(1, held // size)
-            self.slots = (tables * size + held % size).flatten()
+            self.slots = (tables[members].gather(1, held // size) * size + held % size).flatten()
 
         own = in_use - self.n + torch.arange(self.n, device=device)  # [S,n]
-        self._positions = batch.positions[self.rows].view(self.n_seqs, self.n)
+        self._positions = positions[self.rows].view(self.n_seqs, self.n)
         self._key_positions = logical
         self._visible = logical[:, None] <= own[..., None]  # [S,n,L]
         if batch.ancestors is not None:
-            words = batch.ancestors[self.rows].view(self.n_seqs, self.n, -1)
+            words = torch.from_numpy(batch.ancestors).to(device)[self.rows].view(self.n_seqs, self.n, -1)
             bit = logical - column(batch.tail_start)
             near = bit.clamp(0, 64 * words.shape[-1] - 1)
             word = words.gather(2, (near // 64)[:, None].expand(-1, self.n, -1))
@@ -226,14 +237,6 @@ class _Group:
         mixed = torch.bmm(scores.softmax(-1).view(batched, self.n * shared, self.length), value)
         mixed = mixed.view(heads, self.n_seqs, self.n, shared, dim).permute(1, 2, 0, 3, 4)
         return mixed.reshape(self.n_seqs * self.n, shape.n_heads * dim).to(q.dtype)
-
-
-def _plan(batch: Batch) -> list[_Group]:
-    """Sequences with as many rows and a similar length (same power of two) share one padded attention call."""
-    groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for b, length in enumerate(batch.kv_len):
-        groups[batch.cu_rows[b + 1] - batch.cu_rows[b], length.bit_length()].append(b)
-    return [_Group(batch, members) for (rows, _), members in groups.items() if rows]
 
 
 def _dense(weight: Weight) -> torch.Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from outrider.core.types import Batch, Span
 
 
-def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) -> Batch:
+def build_batch(spans: Sequence[Span], block_size: int) -> Batch:
     """Lays the rows of ``spans`` one after the other; shapes as in ``Batch``.
 
     A span that reaches its sequence's end gets logits for its newest token (unless that was done in an earlier pass)
@@ -42,22 +42,22 @@ def build_batch(spans: Sequence[Span], block_size: int, device: torch.device) ->
     widest = max(len(span.seq.blocks) for span in spans)
     tables = [span.seq.blocks + [0] * (widest - len(span.seq.blocks)) for span in spans]
     return Batch(
-        ids=_tensor(ids, device),
-        positions=_tensor(positions, device),
-        slots=_tensor(slots, device),
+        ids=_array(ids),
+        positions=_array(positions),
+        slots=_array(slots),
         cu_rows=tuple(cu_rows),
         kv_len=tuple(kv_len),
-        block_tables=_tensor(tables, device),
+        block_tables=_array(tables),
         tail_start=tuple(span.end for span in spans),
-        ancestors=_ancestors(spans, device),
+        ancestors=_ancestors(spans),
         tail_positions=tuple(tail_positions),
-        logit_rows=_tensor(logit_rows, device),
+        logit_rows=_array(logit_rows),
         block_size=block_size,
     )
 
 
-def _ancestors(spans: Sequence[Span], device: torch.device) -> torch.Tensor | None:
-    """Bit masks i64[N,W]; committed rows need none. None when no draft branches: then causal order says it all."""
+def _ancestors(spans: Sequence[Span]) -> NDArray[np.int64] | None:
+    """Bit masks [N,W]; committed rows need none. None when no draft branches: then causal order says it all."""
     if all(span.draft.is_chain for span in spans):
         return None
     words = max((len(span.draft) + 63) // 64 for span in spans)
@@ -65,9 +65,8 @@ def _ancestors(spans: Sequence[Span], device: torch.device) -> torch.Tensor | No
     for span in spans:
         rows += [[0] * words for _ in range(span.n_new)]
         rows += [row + [0] * (words - len(row)) for row in span.draft.ancestor_words()[span.done :]]
-    return _tensor(rows, device)
+    return _array(rows)
 
 
-def _tensor(values: list[int] | list[list[int]], device: torch.device) -> torch.Tensor:
-    """i64; by way of numpy, which takes a list of numbers in several times as fast."""
-    return torch.from_numpy(np.array(values, dtype=np.int64)).to(device)
+def _array(values: list[int] | list[list[int]]) -> NDArray[np.int64]:
+    return np.array(values, dtype=np.int64)

@@ -32,7 +32,7 @@ class Runner:
 
     def forward(self, spans: Sequence[Span], feature_layers: tuple[int, ...] = ()) -> ForwardOut:
         """One pass over all spans; KV of every row is written. Logits as ``build_batch`` says, span by span."""
-        batch = build_batch(spans, self.block_size, self.decoder.device)
+        batch = build_batch(spans, self.block_size)
         if feature_layers not in self._stacks:
             self._stacks[feature_layers] = self.decoder.stacks(self.pool.layers, feature_layers)
         return self.decoder.run(batch, self._stacks[feature_layers], feature_layers)
@@ -60,12 +60,11 @@ class Runner:
         return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size
 
 
-def logits_by_span(spans: Sequence[Span], logits: torch.Tensor) -> list[NDArray[np.floating]]:
-    """The rows of ``logits`` [M,V] that belong to each span, on the CPU, in fp32 (fp64 if they are)."""
-    wide = (logits if logits.dtype in (torch.float32, torch.float64) else logits.float()).cpu().numpy()
+def logits_by_span(spans: Sequence[Span], logits: NDArray[np.floating]) -> list[NDArray[np.floating]]:
+    """The rows of ``logits`` [M,V] that belong to each span."""
     rows = []
     first = 0
     for span in spans:
-        rows.append(wide[first : first + span.n_logit_rows])
+        rows.append(logits[first : first + span.n_logit_rows])
         first += span.n_logit_rows
     return rows

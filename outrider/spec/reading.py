@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import torch
+import numpy as np
+from numpy.typing import NDArray
 
 from outrider.cache.blocks import BlockManager, Copy
 from outrider.core.errors import SettingError
@@ -39,7 +40,7 @@ class Reading(Protocol):
     def ids(self, tokens: Iterable[int]) -> list[int]:
         """Draft tokens in the draft model's ids."""
 
-    def columns(self, logits: torch.Tensor) -> torch.Tensor:
+    def columns(self, logits: NDArray[np.floating]) -> NDArray[np.floating]:
         """Logits [N,V of the target] from the draft model's own [N,V]; what it lacks can never be drawn."""
 
     def release(self, seq_id: int) -> None:
@@ -67,10 +68,10 @@ class SameTokens:
     def ids(self, tokens: Iterable[int]) -> list[int]:
         return list(tokens)
 
-    def columns(self, logits: torch.Tensor) -> torch.Tensor:
+    def columns(self, logits: NDArray[np.floating]) -> NDArray[np.floating]:
         missing = self._n_rows - logits.shape[1]
         if missing > 0:
-            logits = torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
+            logits = np.pad(logits, ((0, 0), (0, missing)), constant_values=-np.inf)
         return logits[:, : self._n_rows]
 
     def release(self, seq_id: int) -> None:
@@ -119,9 +120,7 @@ class OtherTokens:
     def __init__(self, drafter: LoadedModel, target: LoadedModel) -> None:
         self.shared = SharedVocabulary(drafter, target)
         self._n_rows = target.config.vocab_size
-        device = drafter.decoder.device
-        self._target_ids = torch.from_numpy(self.shared.target_ids).to(device)
-        self._draft_ids = torch.from_numpy(self.shared.draft_ids).to(device)
+        self._target_ids, self._draft_ids = self.shared.target_ids, self.shared.draft_ids
         self._texts: dict[int, _Translation] = {}
 
     def start(self, blocks: BlockManager) -> BlockManager:
@@ -150,8 +149,8 @@ class OtherTokens:
     def ids(self, tokens: Iterable[int]) -> list[int]:
         return [own for token in tokens if (own := self.shared.draft_id(token)) is not None]
 
-    def columns(self, logits: torch.Tensor) -> torch.Tensor:
-        wide = logits.new_full((len(logits), self._n_rows), float("-inf"))
+    def columns(self, logits: NDArray[np.floating]) -> NDArray[np.floating]:
+        wide = np.full((len(logits), self._n_rows), -np.inf, logits.dtype)
         wide[:, self._target_ids] = logits[:, self._draft_ids]
         return wide
 

@@ -231,8 +231,10 @@ def test_half_precision_rows_come_out_of_an_8_bit_embedding() -> None:
     source = MemorySource(toy_config(tie_embeddings=True))
     for dtype in (torch.bfloat16, torch.float16, torch.float64):
         d = Decoder.from_source(source, ReferenceOps(), dtype, "cpu", quantization="int8")
-        (got,) = Paged(d).run(Rows(0, TOKENS))
-        assert got.dtype == dtype
+        out = Paged(d).forward([Rows(0, TOKENS)], features=(0,))
+        assert out.features is not None
+        assert out.features.dtype == dtype
+        assert out.logits.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
 
 
 CONFIG = toy_config(qkv_bias=True)

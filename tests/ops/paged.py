@@ -6,14 +6,23 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from outrider.core.draft import Draft
-from outrider.core.types import Batch, ForwardOut
+from outrider.core.types import Batch
 from outrider.models.decoder import Decoder
 from outrider.ops.contract import LayerKV
 
 NOTHING = Draft()
+
+
+@dataclass(frozen=True)
+class Out:
+    """``ForwardOut`` with logits as a tensor."""
+
+    logits: torch.Tensor
+    features: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -68,28 +77,28 @@ class Paged:
         if not all(r.draft.is_chain for r in rows):
             width = max((len(r.draft) + 63) // 64 for r in rows)
             words = [word for r in rows for word in [[]] * len(r.tokens) + r.draft.ancestor_words()[r.done :]]
-            ancestors = torch.tensor([word + [0] * (width - len(word)) for word in words])
+            ancestors = np.array([word + [0] * (width - len(word)) for word in words])
         return Batch(
-            ids=torch.tensor(ids, dtype=torch.int64),
-            positions=torch.tensor(positions, dtype=torch.int64),
-            slots=torch.tensor(slots, dtype=torch.int64),
+            ids=np.array(ids, np.int64),
+            positions=np.array(positions, np.int64),
+            slots=np.array(slots, np.int64),
             cu_rows=tuple(cu_rows),
             kv_len=tuple(kv_len),
-            block_tables=torch.tensor([self.tables[r.seq] for r in rows]),
+            block_tables=np.array([self.tables[r.seq] for r in rows]),
             tail_start=tuple(self.lengths[r.seq] + len(r.tokens) for r in rows),
             ancestors=ancestors,
             tail_positions=tuple(tails),
-            logit_rows=torch.tensor(range(len(ids)) if logit_rows is None else logit_rows, dtype=torch.int64),
+            logit_rows=np.array(range(len(ids)) if logit_rows is None else logit_rows, np.int64),
             block_size=self.block_size,
         )
 
     def forward(
         self, rows: Sequence[Rows], logit_rows: Sequence[int] | None = None, features: tuple[int, ...] = ()
-    ) -> ForwardOut:
+    ) -> Out:
         out = self.decoder.forward(self.batch(rows, logit_rows), self.kv, features)
         for r in rows:
             self.lengths[r.seq] += len(r.tokens)
-        return out
+        return Out(torch.from_numpy(out.logits), out.features)
 
     def run(self, *rows: Rows) -> list[torch.Tensor]:
         """Logits of every row, split by sequence; committed tokens stay, drafts do not count."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,7 +25,7 @@ def good_call() -> dict[str, Any]:
     paged = Paged(decoder)
     batch = paged.batch([Rows(0, [1, 2, 3])])
     ops = decoder.ops
-    rope = ops.rope_table(decoder.inv_freq, 1.0, batch.positions)
+    rope = ops.rope_table(decoder.inv_freq, 1.0, torch.from_numpy(batch.positions))
     return {
         "x": torch.randn(3, 64),
         "weights": decoder.layers[0],
@@ -75,11 +76,11 @@ def test_bad_arguments_of_a_layer_raise() -> None:
         {"slots": batch.slots + 10**6},
         {"slots": batch.slots - 10**3},
         {"slots": batch.slots[:2]},
-        {"slots": batch.slots.int()},
+        {"slots": batch.slots.astype(np.int32)},
         {"positions": batch.positions[:2]},
         {"block_tables": batch.block_tables + 10**6},
         {"block_tables": batch.block_tables - 10**3},
-        {"block_tables": batch.block_tables[:, :0].contiguous()},
+        {"block_tables": batch.block_tables[:, :0].copy()},
         {"block_tables": batch.block_tables[:0]},
         {"kv_len": (2,)},
         {"kv_len": (10**9,)},
@@ -89,10 +90,10 @@ def test_bad_arguments_of_a_layer_raise() -> None:
         {"cu_rows": (0, 5, 3), "kv_len": (5, 3), "tail_start": (5, 3), "tail_positions": ((), ())},
         {"block_size": 0},
         {"block_size": -4},
-        {"ancestors": torch.zeros(2, 1, dtype=torch.int64)},
-        {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (9,)},
-        {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (-1,)},
-        {"ancestors": torch.zeros(3, 1, dtype=torch.int64), "tail_start": (0,), "tail_positions": ((0, 1, 2),)},
+        {"ancestors": np.zeros((2, 1), np.int64)},
+        {"ancestors": np.zeros((3, 1), np.int64), "tail_start": (9,)},
+        {"ancestors": np.zeros((3, 1), np.int64), "tail_start": (-1,)},
+        {"ancestors": np.zeros((3, 1), np.int64), "tail_start": (0,), "tail_positions": ((0, 1, 2),)},
     ):
         wrong(batch=dataclasses.replace(batch, **changes))
     for name, bad in (("q", (32, 64)), ("down", (64, 64)), ("up", (64, 64)), ("gate", (96, 32)), ("o", (32, 64))):

@@ -32,8 +32,8 @@ def test_a_stack_gives_the_bits_of_its_layers_one_by_one(rows: int, threads: int
     for paged in (one, many):
         paged.forward([Rows(0, TOKENS)])
     batch = one.batch([Rows(0, TOKENS[:rows])])
-    rope = model.ops.rope_table(model.inv_freq, 1.0, batch.positions)
-    x = model.ops.embed(model.embedding, batch.ids)
+    rope = model.ops.rope_table(model.inv_freq, 1.0, torch.from_numpy(batch.positions))
+    x = model.ops.embed(model.embedding, torch.from_numpy(batch.ids))
     expected = x
     for weights, shape, kv in zip(model.layers, model.shapes, one.kv, strict=True):
         expected = model.ops.decoder_layer(expected, weights, shape, rope, kv, batch)
@@ -71,8 +71,8 @@ def test_stacks_that_do_not_fit_raise() -> None:
     model = decoder()
     paged = Paged(model)
     batch = paged.batch([Rows(0, TOKENS)])
-    rope = model.ops.rope_table(model.inv_freq, 1.0, batch.positions)
-    x = model.ops.embed(model.embedding, batch.ids)
+    rope = model.ops.rope_table(model.inv_freq, 1.0, torch.from_numpy(batch.positions))
+    x = model.ops.embed(model.embedding, torch.from_numpy(batch.ids))
     (good,) = model.stacks(paged.kv)
     last = paged.kv[4]
     other = Decoder.from_source(

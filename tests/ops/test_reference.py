@@ -83,7 +83,7 @@ def test_kv_in_another_type_than_the_model() -> None:
 def test_half_types_stay_near_float64(dtype: torch.dtype, bound: float) -> None:
     tokens = list(range(20))
     (got,) = Paged(toy_decoder(dtype=dtype)).run(Rows(0, tokens))
-    assert got.dtype == dtype
+    assert got.dtype == torch.float32, "logits come wide"
     error = (got.double() - full_logits(toy_decoder(), tokens)).abs().max()
     assert error < bound
 

@@ -271,7 +271,7 @@ def cached_self_draft(target: LoadedModel, layers: Sequence[int]) -> Loop:
         runner.forward([Span(seq, 0, len(text) - 1)])
         stacks = short.stacks([runner.pool.layers[layer] for layer in layers])
         for at in range(len(text) - 1, size - 1):
-            rows = short.run(build_batch([Span(seq, at, 1)], size, short.device), stacks).logits
+            rows = short.run(build_batch([Span(seq, at, 1)], size), stacks).logits
             tokens.append(int(rows[-1].argmax()))
         return plain.chain(tokens[len(text) :])
 

@@ -144,7 +144,7 @@ class SelfDraft(Proposer):
 
     def _forward(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
         """One row each: logits [1,V]."""
-        out = self.decoder.run(build_batch(spans, self._block_size, self.decoder.device), self._stacks)
+        out = self.decoder.run(build_batch(spans, self._block_size), self._stacks)
         return logits_by_span(spans, out.logits)
 
     def _extend(self, g: _Growing, logits: NDArray[np.floating]) -> None:
