@@ -12,8 +12,8 @@ import torch
 from outrider.models.decoder import Decoder
 from outrider.ops import native
 from outrider.ops.native import NativeOps
-from tests.toy import MemorySource, toy_config
 from tests.ops.paged import Paged, Rows
+from tests.toy import MemorySource, toy_config
 
 pytestmark = pytest.mark.skipif(not native.available(), reason="the extension is not built")
 
