@@ -18,21 +18,10 @@ inline void relax() {
 }
 
 using Clock = std::chrono::steady_clock;
-// How long an idle worker watches for work before it sleeps, and when it begins to give its core away meanwhile: what
-// an engine does between two passes takes a good part of a millisecond, and waking up a thread some tenths of that.
-constexpr std::chrono::microseconds kSpin{200}, kWatch{3000};
-
-// Waits until `value` is no longer `old`. Gives the core away when that takes long: the machine may be oversubscribed,
-// and the thread waited for then needs it.
-void spin_until_changed(const std::atomic<uint32_t>& value, uint32_t old) {
-  for (int i = 0; value.load(std::memory_order_acquire) == old; i++) {
-    if (i < 300) {  // some ten microseconds
-      relax();
-    } else {
-      std::this_thread::yield();
-    }
-  }
-}
+// How long a thread watches before it sleeps: for the others at a barrier, and, idle, for the next region. What an engine
+// does between two passes takes some tenths of a millisecond, and waking up a thread as good as that. Nobody yields: Linux
+// takes a yield for a slice used up, and a thread that yields often is put behind all others for seconds.
+constexpr std::chrono::microseconds kPatience{50}, kWatch{1000};
 
 }  // namespace
 
@@ -80,27 +69,38 @@ void Pool::barrier() {
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
     counter_.store(0, std::memory_order_relaxed);
-    phase_.store(phase + 1, std::memory_order_release);
+    phase_.store(phase + 1);  // sequentially consistent with `waiting_`: either we see the sleeper or it sees the phase
+    if (waiting_.load()) {
+      std::lock_guard<std::mutex> lock(mutex_);
+      passed_.notify_all();
+    }
   } else {
-    spin_until_changed(phase_, phase);
+    await(phase);
   }
+}
+
+void Pool::await(uint32_t phase) {
+  const auto begin = Clock::now();
+  do {
+    for (int i = 0; i < 64; i++) {
+      if (phase_.load(std::memory_order_acquire) != phase) return;
+      relax();
+    }
+  } while (Clock::now() - begin < kPatience);
+  // The machine is oversubscribed: only a core that is idle is given to the thread waited for.
+  std::unique_lock<std::mutex> lock(mutex_);
+  waiting_.fetch_add(1);
+  passed_.wait(lock, [&] { return phase_.load() != phase; });
+  waiting_.fetch_sub(1);
 }
 
 void Pool::work(int thread) {
   uint32_t seen = 0;
   for (;;) {
     const auto begin = Clock::now();
-    bool polite = false;
     for (int i = 1; epoch_.load(std::memory_order_acquire) == seen; i++) {
-      if (polite) {
-        std::this_thread::yield();
-      } else {
-        relax();
-      }
-      if (i % 64) continue;
-      const auto waited = Clock::now() - begin;
-      polite = waited > kSpin;
-      if (waited < kWatch) continue;
+      relax();
+      if (i % 64 || Clock::now() - begin < kWatch) continue;
       std::unique_lock<std::mutex> lock(mutex_);
       sleeping_.fetch_add(1);
       wake_.wait(lock, [&] { return epoch_.load() != seen; });

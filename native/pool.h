@@ -11,7 +11,7 @@
 
 namespace outrider {
 
-// Runs one function on all its threads at a time. Idle threads spin for a moment, so that the next pass finds
+// Runs one function on all its threads at a time. Threads that wait spin for a moment, so that what comes finds
 // them awake, and then sleep.
 class Pool {
  public:
@@ -34,6 +34,7 @@ class Pool {
 
  private:
   void work(int thread);
+  void await(uint32_t phase);
   void stop();
 
   const int n_;
@@ -46,7 +47,8 @@ class Pool {
   alignas(64) std::atomic<int64_t> counter_{0};
   alignas(64) std::atomic<int> sleeping_{0};
   std::mutex mutex_;
-  std::condition_variable wake_;
+  alignas(64) std::atomic<int> waiting_{0};
+  std::condition_variable wake_, passed_;
   std::vector<std::thread> workers_;
 };
 
