@@ -49,7 +49,9 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
             row = logits[rows[kept]]
             answer.logprobs.append(token_logprobs(row, token, seq.params.logprobs, answer.sampler.n_tokens))
         kept += 1
-    probes = tuple(int(row[: answer.sampler.n_tokens].argmax()) for row in logits[1 + draft.n_verify :])
+    probes: tuple[int, ...] = ()
+    if draft.n_verify < len(draft):
+        probes = tuple(int(row[: answer.sampler.n_tokens].argmax()) for row in logits[1 + draft.n_verify :])
     return Outcome(span, verdict.path[:kept], tuple(tokens[:kept]), probes, finish)
 
 

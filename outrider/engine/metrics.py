@@ -88,7 +88,9 @@ class EngineMetrics:
 
     def spec_of(self, drafter: str) -> SpecStats:
         """A drafter's counters."""
-        return self.spec.setdefault(drafter, SpecStats())
+        if drafter not in self.spec:
+            self.spec[drafter] = SpecStats()
+        return self.spec[drafter]
 
     def observe(self, record: StepRecord) -> None:
         """Adds one step: its times and rows."""

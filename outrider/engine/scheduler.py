@@ -68,10 +68,11 @@ class Scheduler:
         rows = self._continue(plan, self.max_rows, prompts=False)
         prompts_wait = bool(self.waiting) or any(self._last_step[seq.id] < self._step for seq in self.running)
         rows -= self._give_draft_budgets(plan, rows // 2 if prompts_wait else rows)
-        rows = self._continue(plan, rows, prompts=True)
-        if not plan.preempted:
-            rows = self._admit_waiting(plan, rows)
-        self._give_draft_budgets(plan, rows)
+        if prompts_wait:
+            rows = self._continue(plan, rows, prompts=True)
+            if not plan.preempted:
+                rows = self._admit_waiting(plan, rows)
+            self._give_draft_budgets(plan, rows)
         self._reserve_drafts(plan)
         return plan
 

@@ -84,7 +84,7 @@ class Sampler:
         params = self.params
         shapes = self._shapes or history.n_output(path) < params.min_tokens
         z = (self._shaped(logits, history, path) if shapes else logits)[: self.n_tokens]
-        top = int(np.argmax(z))  # the first of equals; a NaN counts as the greatest, so the next line sees it
+        top = int(z.argmax())  # the first of equals; a NaN counts as the greatest, so the next line sees it
         peak = float(z[top])
         if not math.isfinite(peak):
             raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")
