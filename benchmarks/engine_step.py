@@ -3,10 +3,10 @@
     python benchmarks/engine_step.py [MODEL] [--quantization int8] [--context 256] [--steps 60] [--profile]
 
 Engines of several kinds step in turn over one set of weights, at ``--context`` tokens. The time inside the one call
-into the extension is the native time. (A second, bare pass after each step would be no better a yardstick: it empties the
-caches, and the next step's Python pays for that.) Medians, milliseconds. ``draft 7`` is one sequence with seven draft
-tokens, the eight rows of a verification. At the end, an n-gram look-up with 32k tokens of
-history. ``--profile`` prints where the time of plain steps at batch 1 goes, function by function.
+into the extension is the native time. (A second, bare pass after each step would be no better a yardstick: it empties
+the caches, and the next step's Python pays for that.) Medians, milliseconds. ``draft 7`` is one sequence with seven
+draft tokens, the eight rows of a verification. At the end, an n-gram look-up with 32k tokens of history. ``--profile``
+prints where the time of plain steps at batch 1 goes, function by function.
 """
 
 from __future__ import annotations
