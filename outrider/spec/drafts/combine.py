@@ -83,7 +83,10 @@ class Part:
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[int]) -> list[Draft]:
         """Its drafts within ``budgets``, labelled."""
-        own = [replace(span, budget=min(budget, self.limit)) for span, budget in zip(spans, budgets, strict=True)]
+        own = [
+            span if span.budget == budget <= self.limit else replace(span, budget=min(budget, self.limit))
+            for span, budget in zip(spans, budgets, strict=True)
+        ]
         if not own or not self.limit:
             return [Draft() for _ in own]
         drafts = self.proposer.propose(own)
@@ -96,7 +99,7 @@ class Part:
 
     def _labelled(self, draft: Draft, budget: int) -> Draft:
         draft = draft.truncated(budget)
-        return draft if draft.sources is not None else replace(draft, sources=(self.name,) * len(draft))
+        return draft if draft.sources is not None or not draft else replace(draft, sources=(self.name,) * len(draft))
 
 
 class Combine(Proposer):
@@ -174,7 +177,7 @@ class Combine(Proposer):
     def _merged(self, spans: Sequence[Span]) -> list[Draft]:
         budgets = [span.budget for span in spans]
         each = zip(*(part.draft(spans, budgets) for part in self.parts), strict=True)
-        return [unite(drafts, _best_order(drafts), budget) for drafts, budget in zip(each, budgets, strict=True)]
+        return [_all_of(drafts, budget) for drafts, budget in zip(each, budgets, strict=True)]
 
 
 _Rows = Iterator[tuple[int, int]]
@@ -206,6 +209,12 @@ def _best_order(drafts: Sequence[Draft]) -> Callable[[Sequence[Draft]], _Rows]:
     """By confidence if that is known of all, and only of certain tokens: a drawn one is not chosen by its value."""
     known = all(draft.confidence is not None for draft in drafts if draft)
     return _likeliest_first if known and all(q is None for draft in drafts for q in draft.q) else _in_turns
+
+
+def _all_of(drafts: Sequence[Draft], budget: int) -> Draft:
+    """The drafts in one tree; a single one stays as it is."""
+    proposed = [draft for draft in drafts if draft]
+    return proposed[0] if len(proposed) == 1 else unite(drafts, _best_order(drafts), budget)
 
 
 def unite(
@@ -265,8 +274,8 @@ def unite(
             if parent is not None:
                 append(prober, node, parent)
     reason = "" if tokens else _reasons(*drafts)
-    united = Draft(tuple(tokens), tuple(parents), tuple(q), n_verify, reason=reason, sources=tuple(sources))
-    return united.sure(confidence) if all(draft.confidence is not None for draft in drafts if draft) else united
+    known = tuple(confidence) if all(draft.confidence is not None for draft in drafts if draft) else None
+    return Draft(tuple(tokens), tuple(parents), tuple(q), n_verify, known, reason, tuple(sources))
 
 
 def _confidence(draft: Draft, first: Draft, at: int) -> Sequence[float]:

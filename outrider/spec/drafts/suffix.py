@@ -139,8 +139,7 @@ class Suffix(Proposer):
         token and goes on otherwise; and as the match is to go on for so long.
         """
         whole = SHARPNESS + sum(weight for _, _, weight in places)
-        lasts = [lasting(longest, depth) for depth in range(nodes + 1)]
-        least = self.settings.suffix_decoding_min_token_prob
+        least, branches = self.settings.suffix_decoding_min_token_prob, self.settings.suffix_decoding_branches
         tokens: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
@@ -150,16 +149,22 @@ class Suffix(Proposer):
         def offer(parent: int, depth: int, group: list[_Place]) -> None:
             nonlocal order
             following: dict[int, list[_Place]] = {}
+            weights: dict[int, float] = {}
             for place in group:
-                following.setdefault(_token(place, depth, ahead), []).append(place)
-            following.pop(BETWEEN, None)
-            weighed = [(sum(weight for _, _, weight in heirs), token, heirs) for token, heirs in following.items()]
-            weighed.sort(key=lambda child: -child[0])
-            for weight, token, heirs in weighed[: self.settings.suffix_decoding_branches]:
-                chance = weight / whole * lasts[depth + 1]
-                if chance >= least:
-                    heapq.heappush(waiting, (-chance, order, parent, depth + 1, token, heirs))
-                    order += 1
+                text, at, weight = place
+                token = text[at + depth] if at + depth < len(text) else _token(place, depth, ahead)
+                if token in following:
+                    following[token].append(place)
+                    weights[token] += weight
+                else:
+                    following[token], weights[token] = [place], weight
+            lasts = lasting(longest, depth + 1) / whole
+            likely = [token for token in weights if weights[token] * lasts >= least and token != BETWEEN]
+            if len(likely) > 1:
+                likely.sort(key=lambda token: -weights[token])
+            for token in likely[:branches]:
+                heapq.heappush(waiting, (-weights[token] * lasts, order, parent, depth + 1, token, following[token]))
+                order += 1
 
         offer(-1, 0, places)
         while waiting and len(tokens) < nodes:
@@ -171,7 +176,7 @@ class Suffix(Proposer):
                 offer(len(tokens) - 1, depth, heirs)
         if not tokens:
             return Draft.nothing("no continuation is likely enough")
-        return Draft.tree(tokens, parents).sure(confidence)
+        return Draft(tuple(tokens), tuple(parents), (None,) * len(tokens), confidence=tuple(confidence))
 
 
 def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
