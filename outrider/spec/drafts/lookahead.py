@@ -21,8 +21,8 @@ from outrider.core.types import Commit, Span
 from outrider.core.types import Sequence as Seq
 from outrider.spec.proposer import DraftContext, Needs, Proposer
 
-READ_AT_ONCE = 4096
-"""Tokens of the text that are taken in in a step, so that a long prompt which is there at once does not stall it."""
+READ_AT_ONCE = 1024
+"""Tokens of the text that are taken in in one call, so that a long prompt which is there at once does not stall it."""
 MAX_HEADS = 8192
 """First tokens whose n-grams a request keeps; beyond that those that were not met for longest go."""
 
