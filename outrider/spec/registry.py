@@ -49,7 +49,7 @@ DRAFTERS: Mapping[str, DrafterKind] = {
     "ngram": DrafterKind(ngram.NgramSettings, ngram.build, usual_length=8),
     "suffix": DrafterKind(suffix.SuffixSettings, suffix.build, usual_length=8),
     "prediction": DrafterKind(prediction.PredictionSettings, prediction.build, usual_length=8),
-    "combine": DrafterKind(combine.CombineSettings, combine.build, usual_length=8),
+    "combine": DrafterKind(combine.CombineSettings, combine.build, usual_length=10),
     "model": DrafterKind(model.ModelSettings, model.build, aliases=("draft_model",)),
     "lookahead": DrafterKind(lookahead.LookaheadSettings, lookahead.build),
     "self": DrafterKind(self_.SelfSettings, self_.build),

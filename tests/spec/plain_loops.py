@@ -64,23 +64,31 @@ def agreeing(a: Sequence[int], b: Sequence[int]) -> int:
     return n
 
 
-def ngram(longest: int = 4, shortest: int = 1, factor: int = 2) -> Loop:
-    """What followed the last time the newest tokens stood in the text, the longest n-gram first and furthest."""
+def lasting(same: int, depth: int) -> float:
+    """The chance that a match of ``same`` tokens goes on for ``depth`` more."""
+    held = max(2, same - 2)
+    return held / (held + depth)
+
+
+def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0.25) -> Loop:
+    """What followed the last time the newest tokens stood in the text, the longest n-gram first, while it is likely."""
 
     def loop(text: list[int], n: int) -> Paths:
         for size in range(longest, shortest - 1, -1):
-            for end in range(len(text) - 1, size - 1, -1):
-                if text[end - size : end] == text[-size:]:
-                    copy: list[int] = []
-                    for i in range(end, end + min(n, factor * size)):
-                        copy.append((text + copy)[i])
-                    return chain(copy)
+            ends = [end for end in range(len(text) - 1, size - 1, -1) if text[end - size : end] == text[-size:]][:16]
+            if ends:
+                share = sum(text[end] == text[ends[0]] for end in ends) / (len(ends) + 4 ** (1 - size))
+                same = min(24, agreeing(text[: ends[0]], text))
+                copy: list[int] = []
+                while len(copy) < min(n, factor * same) and share * lasting(same, len(copy) + 1) >= least:
+                    copy.append((text + copy)[ends[0] + len(copy)])
+                return chain(copy)
         return ()
 
     return loop
 
 
-def suffix(depth: int = 24, factor: float = 2.0, least: float = 0.1, branches: int = 3) -> Loop:
+def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.21, branches: int = 3) -> Loop:
     """The likeliest continuations of all earlier places, each worth 4 to the power of the tokens that agree there."""
 
     def loop(text: list[int], n: int) -> Paths:
@@ -90,18 +98,22 @@ def suffix(depth: int = 24, factor: float = 2.0, least: float = 0.1, branches: i
             if same:
                 places.append((at, 4**same))
         longest = max((weight.bit_length() // 2 for _, weight in places), default=0)
+        whole = 4 + sum(weight for _, weight in places)  # with one that agrees in a token and goes on otherwise
         tree: list[tuple[int, ...]] = []
-        waiting = [(sum(weight for _, weight in places), (), places)]
+        waiting: list[tuple[float, tuple[int, ...], list[tuple[int, int]]]] = [(1.0, (), places)]
         while waiting and len(tree) <= min(n, int(factor * longest)):
-            weight, path, group = max(waiting, key=lambda node: node[0])
-            waiting.remove((weight, path, group))
+            chance, path, group = max(waiting, key=lambda node: node[0])
+            waiting.remove((chance, path, group))
             tree.append(path)
             children: dict[int, list[tuple[int, int]]] = {}
             for at, worth in group:
                 children.setdefault(text[at + len(path) % (len(text) - at)], []).append((at, worth))
-            weighed = [(sum(worth for _, worth in heirs), (*path, token), heirs) for token, heirs in children.items()]
+            weighed = [
+                (sum(worth for _, worth in heirs) / whole * lasting(longest, len(path) + 1), (*path, token), heirs)
+                for token, heirs in children.items()
+            ]
             weighed.sort(key=lambda node: -node[0])
-            waiting += [node for node in weighed[:branches] if node[0] >= least * sum(worth for _, worth in places)]
+            waiting += [node for node in weighed[:branches] if node[0] >= least]
         return tree[1:]  # the first one is the empty path
 
     return loop

@@ -18,12 +18,15 @@ from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span
-from outrider.spec.drafts.combine import Combine, CombineSettings, Part, _in_turns, unite
+from outrider.spec.auto import AutoLength
+from outrider.spec.costs import Costs
+from outrider.spec.drafts.combine import Combine, CombineSettings, Part, _in_order, _in_turns, _likeliest_first, unite
 from outrider.spec.proposer import Needs, Proposer
 from outrider.spec.registry import build_proposer, spec_from_mapping
 from tests.engine.drafters import Oracle, Script, Silent, Wrong, context_for, registered
 from tests.engine.harness import assert_same, greedy, make_engine, plain, prompt_of, run_all, toy_target
 from tests.engine.heads import fitted_eagle3, fitted_medusa
+from tests.spec.simulator import cpu_pass, table_of
 from tests.spec.verify_exact import Explorer, History, Propose, Toy, gap, toy
 from tests.toy import toy_config
 
@@ -103,10 +106,83 @@ def test_probe_rows_stay_last_and_belong_to_one_part() -> None:
     assert merged.parents[4:] == (1, 4)
 
 
+def test_merge_takes_the_likeliest_first_where_all_know_their_confidence() -> None:
+    one = Draft.chain([1, 2, 3]).sure([0.9, 0.5, 0.2])
+    two = Draft.tree([1, 4, 5], [-1, 0, -1]).sure([0.8, 0.6, 0.55])
+    whole = propose(combine("merge", Fixed(one), Fixed(two)))
+    assert whole.tokens == (1, 4, 5, 2, 3)
+    assert whole.parents == (-1, 0, -1, 0, 3)
+    assert whole.confidence == (0.9, 0.6, 0.55, 0.5, 0.2), "of united nodes the greater"
+    assert propose(combine("merge", Fixed(two), Fixed(one)), 3).tokens == (1, 4, 5)
+    assert propose(combine("merge", Fixed(one), Fixed(two)), 4).confidence == whole.confidence[:4]
+    silent = propose(combine("merge", Silent(), Fixed(one)))
+    assert (silent.tokens, silent.confidence) == (one.tokens, one.confidence)
+
+
+def test_a_child_that_is_surer_than_its_parent_waits_for_it() -> None:
+    odd = Draft.chain([1, 2]).sure([0.3, 0.9])
+    merged = propose(combine("merge", Fixed(odd), Fixed(Draft.chain([7]).sure([0.5]))))
+    assert (merged.tokens, merged.parents) == ((7, 1, 2), (-1, -1, 1))
+
+
+def test_without_every_parts_confidence_parts_take_turns_and_none_is_told() -> None:
+    sure, unsure = Draft.chain([1, 2]).sure([0.9, 0.8]), Draft.chain([3, 4])
+    merged = propose(combine("merge", Fixed(unsure), Fixed(sure)))
+    assert (merged.tokens, merged.confidence) == ((3, 1, 4, 2), None)
+
+
+def test_a_drawn_token_is_not_ordered_by_its_confidence() -> None:
+    drawn, certain = Draft.tree([1], [-1], [HALF]).sure([0.1]), Draft.chain([2]).sure([0.9])
+    merged = propose(combine("merge", Fixed(drawn), Fixed(certain)))
+    assert (merged.tokens, merged.confidence) == ((1, 2), (0.1, 0.9))
+
+
+def test_what_is_carried_on_is_as_sure_as_what_it_hangs_under() -> None:
+    more = unite([Draft.chain([1, 2]).sure([0.8, 0.5]), Draft.chain([3, 4]).sure([0.6, 0.2])], _in_order, 4, [-1, 1])
+    assert (more.tokens, more.confidence) == ((1, 2, 3, 4), (0.8, 0.5, 0.3, 0.1))
+
+
+def test_auto_keeps_of_a_merged_draft_what_pays() -> None:
+    """Its controller weighs the rows by their confidence, which a merged draft has as its parts do."""
+    one = Draft.chain([1, 2, 3]).sure([0.95, 0.9, 0.02])
+    two = Draft.chain([4, 5, 6]).sure([0.02, 0.02, 0.02])
+    auto = AutoLength(Costs(table_of(cpu_pass)))
+    spec = SpecParams(drafter="combine")
+    span = Span(Seq(0, PROMPT, 3, SamplingParams(temperature=0), spec, seed=0, max_draft=8), 2, 1, budget=8)
+    auto.budgets([span], 64)
+    (span.draft,) = combine("merge", Fixed(one), Fixed(two)).propose([span])
+    (kept,) = auto.trim([span])
+    assert 2 <= kept < len(span.draft) == 6
+    assert span.draft.tokens[:2] == (1, 2)
+
+
 def drafts(draw: Any) -> Draft:
     n = draw(st.integers(0, 6))
     parents = [draw(st.integers(-1, node - 1)) for node in range(n)]
     return Draft.tree([draw(st.integers(0, 2)) for _ in range(n)], parents)
+
+
+@FAST
+@given(st.data())
+def test_every_prefix_of_the_likeliest_rows_is_a_tree_and_falls_in_confidence(data: st.DataObject) -> None:
+    given_ = []
+    for draft in [drafts(data.draw) for _ in range(data.draw(st.integers(1, 3)))]:
+        own: list[float] = []
+        for parent in draft.parents:
+            own.append(data.draw(st.sampled_from([0.3, 0.5, 1.0])) * (own[parent] if parent >= 0 else 1.0))
+        given_.append(draft.sure(own))
+    budget = data.draw(st.integers(0, 12))
+    merged = unite(given_, _likeliest_first, budget)
+    confidence = list(merged.confidence or ())
+    assert len(confidence) == len(merged)
+    assert confidence == sorted(confidence, reverse=True)
+    kept = {tuple(merged.tokens[i] for i in merged.path(node)) for node in range(len(merged))}
+    assert len(kept) == len(merged)
+    least = confidence[-1] if confidence else 1.0
+    for draft in given_:
+        for node in range(len(draft)):
+            path = tuple(draft.tokens[i] for i in draft.path(node))
+            assert path in kept or draft.confidence[node] <= least or not budget, "a likelier one was left out"
 
 
 @FAST
@@ -208,7 +284,7 @@ def test_a_part_drafts_as_it_would_alone() -> None:
 def test_parts_with_their_own_settings_are_built_from_the_registry() -> None:
     parts = ["suffix", {"method": "ngram", "prompt_lookup_max": 7, "num_speculative_tokens": 2}]
     config = spec_from_mapping({"method": "combine", "combine_parts": parts, "combine_mode": "first"})
-    assert config.num_speculative_tokens == 8
+    assert config.num_speculative_tokens == 10
     same = spec_from_mapping({"method": "combine", "combine_parts": [parts[0], json.dumps(parts[1])]})
     assert CombineSettings(**same.options).combine_parts == CombineSettings(**config.options).combine_parts
     built = dict(registered())["combine merge"](context_for(toy_target()))

@@ -183,7 +183,9 @@ METHODS: Mapping[str, Callable[[], Method]] = {
     "ngram": lambda: Method(lambda prompt, i: plain.ngram(), {"method": "ngram"}),
     "suffix": lambda: Method(lambda prompt, i: plain.suffix(), {"method": "suffix"}, gamma=8),
     "suffix chain": lambda: Method(
-        lambda prompt, i: plain.suffix(branches=1), {"method": "suffix", "suffix_decoding_branches": 1}, gamma=5
+        lambda prompt, i: plain.suffix(branches=1, least=0.1),
+        {"method": "suffix", "suffix_decoding_branches": 1, "suffix_decoding_min_token_prob": 0.1},
+        gamma=5,
     ),
     "prediction": lambda: Method(
         lambda prompt, i: plain.prediction(len(prompt), predictions()[i]), {"method": "prediction"}, predicts=True

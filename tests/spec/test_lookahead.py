@@ -176,6 +176,21 @@ def test_the_pool_keeps_the_newest_and_is_bounded(monkeypatch: pytest.MonkeyPatc
     assert len(pool) == 4
 
 
+def test_a_long_text_that_is_there_at_once_is_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = [5, 6, 7, *range(100, 140), 5]
+    at_once, in_parts = drafter(text=True), drafter(text=True)
+    whole = at_once.propose([Span(sequence(text), len(text) - 1, 1, budget=8)])[0]
+    assert whole.tokens[:2] == (6, 7)
+    monkeypatch.setattr(lookahead, "READ_AT_ONCE", 10)
+    seq, reads = sequence(text), []
+    for _ in range(6):
+        draft = in_parts.propose([Span(seq, len(text) - 1, 1, budget=8)])[0]
+        reads.append(in_parts._states[0].read)
+    assert reads == [10, 20, 30, 40, len(text), len(text)]
+    assert draft.tokens[:2] == (6, 7)
+    assert in_parts._states[0].pool._tails == at_once._states[0].pool._tails
+
+
 def test_state_goes_with_the_request() -> None:
     mine = drafter(text=True)
     engine = make_engine(TARGET, mine, gamma=15, num_kv_blocks=16)

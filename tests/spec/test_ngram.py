@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span
-from outrider.spec.drafts.ngram import SCANNED, Ngram, NgramIndex, NgramSettings
+from outrider.spec.drafts.ngram import SCANNED, Ngram, NgramSettings
 
 FAST = settings(max_examples=200, deadline=None, derandomize=True, database=None)
 texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=40))
@@ -27,15 +27,18 @@ def propose(drafter: Ngram, tokens: list[int], budget: int = 4, seq_id: int = 0)
 
 
 def lookup(shortest: int = 1, longest: int = 4, selection: str = "recent", branches: int = 1) -> Ngram:
-    """Without a limit to how far a match goes on."""
-    return Ngram(NgramSettings(longest, shortest, selection, branches, 256))
+    """Without a limit to how far a match goes on, however unlikely."""
+    return Ngram(NgramSettings(longest, shortest, selection, branches, 256, 0))
 
 
 def oracle(tokens: list[int], shortest: int, longest: int, selection: str, branches: int) -> list[int]:
-    """Where to copy from, best first: each longest match, newest or most frequent first, with a new first token."""
+    """Where to copy from, best first: each longest match, newest or most frequent first, with a new first token.
+
+    Of the places of an n-gram the newest ``SCANNED`` count.
+    """
     starts: dict[int, int] = {}
     for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
-        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]][::-1]
+        ends = [e for e in range(n, len(tokens)) if tokens[e - n : e] == tokens[len(tokens) - n :]][::-1][:SCANNED]
         if selection == "frequent":
             seen = Counter(tokens[e] for e in ends)
             ends.sort(key=lambda e: seen[tokens[e]], reverse=True)
@@ -88,21 +91,6 @@ def test_branches_are_the_best_continuations_by_their_first_token(
                 break
             (node,) = following
         assert path == continued(tokens, start, len(path))
-
-
-@FAST
-@given(st.lists(st.integers(0, 2), min_size=1, max_size=60), st.lists(st.integers(1, 5), max_size=20))
-def test_an_index_that_grows_equals_a_fresh_one(tokens: list[int], steps: list[int]) -> None:
-    growing = NgramIndex(1, 4)
-    end = 0
-    for step in [*steps, len(tokens)]:
-        end = min(len(tokens), end + step)
-        growing.update(tokens[:end])
-    fresh = NgramIndex(1, 4)
-    fresh.update(tokens)
-    assert growing._ends == fresh._ends
-    for n in range(1, 5):
-        assert growing.matches(tokens, n) == fresh.matches(tokens, n)
 
 
 def test_a_list_that_shrank_is_indexed_anew() -> None:
@@ -167,15 +155,46 @@ def test_sequences_do_not_see_each_other_and_are_forgotten_when_released() -> No
 
 
 def test_of_a_very_common_token_only_the_newest_places_are_looked_at() -> None:
-    index = NgramIndex(1, 1)
-    tokens = [1] * (3 * SCANNED)
-    index.update(tokens)
-    assert index.matches(tokens, 1) == list(range(len(tokens) - 1, len(tokens) - 1 - SCANNED, -1))
+    tokens = [1, 2] * 3 + [1, 3] * SCANNED + [1]
+    draft = propose(lookup(longest=1, branches=2), tokens, 8)
+    assert [draft.tokens[child] for child in draft.children(-1)] == [3]
+
+
+def chance(matched: int, alike: int, places: int, n: int, depth: int) -> float:
+    """By hand: ``alike`` of the ``places`` of an n-gram go on so; of ``matched`` tokens two do not count."""
+    held = max(2, matched - 2)
+    return alike / (places + 4 ** (1 - n)) * held / (held + depth)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "wanted"),
+    [
+        ([1, 7, 8, 9, 1], [chance(1, 1, 1, 1, d) for d in (1, 2, 3, 4)]),
+        ([1, 7, 1, 7, 1, 8, 1], [chance(1, 1, 3, 1, d) for d in (1, 2, 3, 4)]),
+        ([3, 1, 7, 3, 1, 7, 9, 1, 8, 3, 1], [chance(2, 2, 2, 2, d) for d in (1, 2, 3, 4)]),
+        ([*range(6), 9, 9, *range(6)], [chance(6, 1, 1, 4, d) for d in (1, 2, 3, 4)]),
+    ],
+)
+def test_the_confidence_is_the_share_of_places_and_how_long_a_match_lasts(
+    tokens: list[int], wanted: list[float]
+) -> None:
+    assert propose(lookup(), tokens, 4).confidence == pytest.approx(wanted)
+
+
+def test_what_is_not_likely_enough_is_not_drafted() -> None:
+    text = list(range(10, 40))
+    sure = Ngram(NgramSettings(prompt_lookup_min_token_prob=0.5))
+    assert len(propose(sure, [*text, 10], 8)) == 0, "a single token has a chance of a third"
+    assert propose(sure, [*text, 10]).reason == "no continuation is likely enough"
+    draft = propose(Ngram(NgramSettings(prompt_lookup_min_token_prob=0.5)), [*text, *text[:8]], 8)
+    assert list(draft.tokens) == text[8:13]
+    assert min(draft.confidence or ()) >= 0.5
+    assert chance(8, 1, 1, 4, 6) < 0.5
 
 
 def test_a_longer_match_goes_on_further() -> None:
-    drafter = Ngram(NgramSettings())
-    for matched, wanted in ((1, 2), (2, 4), (3, 6), (4, 8), (6, 8)):
+    drafter = Ngram(NgramSettings(prompt_lookup_max_spec_factor=2, prompt_lookup_min_token_prob=0))
+    for matched, wanted in ((1, 2), (2, 4), (3, 6), (4, 8), (6, 12)):
         text = list(range(10, 40))
         text += [7, *text[5 : 5 + matched]]
         assert list(propose(drafter, text, 20).tokens) == text[5 + matched : 5 + matched + wanted]

@@ -12,14 +12,15 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
-from outrider.spec.drafts.suffix import LENGTHS, SCANNED, SHARPNESS, Memory, Suffix, SuffixIndex, SuffixSettings
+from outrider.spec.drafts.suffix import LENGTHS, SCANNED, SHARPNESS, Memory, Suffix, SuffixSettings, matches
+from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=SCANNED))
 
 
 def suffix(branches: int = 3, **options: float) -> Suffix:
-    named = {f"suffix_decoding_{name}": value for name, value in options.items()}
+    named = {f"suffix_decoding_{name}": value for name, value in {"min_token_prob": 0.1, **options}.items()}
     return Suffix(SuffixSettings(suffix_decoding_branches=branches, **named))  # type: ignore[arg-type]
 
 
@@ -62,7 +63,8 @@ def plain_loop(
                 found.append((max(n for n in LENGTHS if n <= agree), at, agree))
         places += [(text, at, SHARPNESS**agree) for _, at, agree in sorted(found, reverse=True)]
         longest = max([longest, *(agree for _, _, agree in found)])
-    total = sum(weight for _, _, weight in places)
+    total = SHARPNESS + sum(weight for _, _, weight in places)
+    held = max(2, longest - 2)
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
     group = places
@@ -73,17 +75,18 @@ def plain_loop(
             token = text[at + len(path) % (len(text) - at)]  # the own text goes on as a repetition of itself
             children.setdefault(token, []).append((text, at, weight))
         children.pop(-1, None)
-        ranked = sorted(((sum(p[2] for p in heirs), (*path, t), heirs) for t, heirs in children.items()), key=_weight)
-        offers += [offer for offer in ranked[:branches] if offer[0] >= least * total]
+        lasts = held / (held + len(path) + 1)
+        heavy = [(sum(p[2] for p in heirs) / total * lasts, (*path, t), heirs) for t, heirs in children.items()]
+        offers += [offer for offer in sorted(heavy, key=_chance)[:branches] if offer[0] >= least]
         if not offers:
             break
-        offers.sort(key=_weight)
+        offers.sort(key=_chance)
         _, path, group = offers.pop(0)
         paths.append(path)
     return paths, factor * longest
 
 
-def _weight(offer: tuple[float, object, object]) -> float:
+def _chance(offer: tuple[float, object, object]) -> float:
     return -offer[0]
 
 
@@ -135,7 +138,7 @@ def test_branches_go_where_most_occurrences_go() -> None:
     draft = propose(suffix(3, max_tree_depth=1, max_spec_factor=2.0), tokens)
     assert draft.tokens[0] == 5
     assert propose(suffix(3, max_tree_depth=1, min_token_prob=0.9), tokens).reason == "no continuation is likely enough"
-    assert propose(suffix(1), [1, 2, 3, 1, 2], 8).tokens == (3, 1, 2, 3)
+    assert propose(suffix(1, max_spec_factor=2.0), [1, 2, 3, 1, 2], 8).tokens == (3, 1, 2, 3)
 
 
 def test_tenants_share_nothing_and_only_finished_answers_are_remembered() -> None:
@@ -165,7 +168,7 @@ def test_the_memory_is_bounded_and_what_it_forgets_leaves_nothing_behind() -> No
             kept.pop(0)
         assert memory.n_tokens == sum(len(tokens) for _, tokens in kept)
         for name in "ab":
-            fresh = SuffixIndex()
+            fresh = TextIndex(LENGTHS)
             for _, tokens in (entry for entry in kept if entry[0] == name):
                 fresh.extend(tokens)
                 fresh.end_text()
@@ -176,15 +179,15 @@ def test_the_memory_is_bounded_and_what_it_forgets_leaves_nothing_behind() -> No
             assert index.tokens == fresh.tokens
             assert {n: set(index._newest[n]) for n in LENGTHS} == {n: set(fresh._newest[n]) for n in LENGTHS}
             context = [rng.randrange(3) for _ in range(6)]
-            assert index.matches(context) == fresh.matches(context)
+            assert matches(index, context) == matches(fresh, context)
     memory.add("a", [1] * 61)
     assert memory.n_tokens <= 60, "an answer longer than the memory is not taken in"
 
 
 def test_of_a_very_common_token_only_some_places_are_looked_at() -> None:
-    index = SuffixIndex()
+    index = TextIndex(LENGTHS)
     index.extend([1] * (3 * SCANNED))
-    assert len(index.matches([1] * 24)) == SCANNED
+    assert len(matches(index, [1] * 24)) == SCANNED
 
 
 def test_an_index_that_grows_equals_a_fresh_one_and_is_forgotten_when_released() -> None:

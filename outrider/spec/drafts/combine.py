@@ -83,7 +83,10 @@ class Part:
 
     def draft(self, spans: Sequence[Span], budgets: Sequence[int]) -> list[Draft]:
         """Its drafts within ``budgets``, labelled."""
-        own = [replace(span, budget=min(budget, self.limit)) for span, budget in zip(spans, budgets, strict=True)]
+        own = [
+            span if span.budget == budget <= self.limit else replace(span, budget=min(budget, self.limit))
+            for span, budget in zip(spans, budgets, strict=True)
+        ]
         if not own or not self.limit:
             return [Draft() for _ in own]
         drafts = self.proposer.propose(own)
@@ -96,7 +99,7 @@ class Part:
 
     def _labelled(self, draft: Draft, budget: int) -> Draft:
         draft = draft.truncated(budget)
-        return draft if draft.sources is not None else replace(draft, sources=(self.name,) * len(draft))
+        return draft if draft.sources is not None or not draft else replace(draft, sources=(self.name,) * len(draft))
 
 
 class Combine(Proposer):
@@ -174,7 +177,7 @@ class Combine(Proposer):
     def _merged(self, spans: Sequence[Span]) -> list[Draft]:
         budgets = [span.budget for span in spans]
         each = zip(*(part.draft(spans, budgets) for part in self.parts), strict=True)
-        return [unite(drafts, _in_turns, budget) for drafts, budget in zip(each, budgets, strict=True)]
+        return [_all_of(drafts, budget) for drafts, budget in zip(each, budgets, strict=True)]
 
 
 _Rows = Iterator[tuple[int, int]]
@@ -190,6 +193,30 @@ def _in_turns(drafts: Sequence[Draft]) -> _Rows:
     return ((i, node) for node in range(longest) for i, draft in enumerate(drafts) if node < draft.n_verify)
 
 
+def _likeliest_first(drafts: Sequence[Draft]) -> _Rows:
+    """In order of the drafters' confidence; a node counts no more than those it hangs under."""
+    rows: list[tuple[float, int, int]] = []
+    for i, draft in enumerate(drafts):
+        least: list[float] = []
+        for node, confidence in enumerate((draft.confidence or ())[: draft.n_verify]):
+            parent = draft.parents[node]
+            least.append(min(confidence, least[parent]) if parent >= 0 else confidence)
+            rows.append((-least[node], node, i))
+    return ((i, node) for _, node, i in sorted(rows))
+
+
+def _best_order(drafts: Sequence[Draft]) -> Callable[[Sequence[Draft]], _Rows]:
+    """By confidence if that is known of all, and only of certain tokens: a drawn one is not chosen by its value."""
+    known = all(draft.confidence is not None for draft in drafts if draft)
+    return _likeliest_first if known and all(q is None for draft in drafts for q in draft.q) else _in_turns
+
+
+def _all_of(drafts: Sequence[Draft], budget: int) -> Draft:
+    """The drafts in one tree; a single one stays as it is."""
+    proposed = [draft for draft in drafts if draft]
+    return proposed[0] if len(proposed) == 1 else unite(drafts, _best_order(drafts), budget)
+
+
 def unite(
     drafts: Sequence[Draft],
     order: Callable[[Sequence[Draft]], _Rows],
@@ -201,7 +228,8 @@ def unite(
     A certain node is united with an earlier one that proposes the same token at the same place, even if that was drawn:
     it is visited before, and what is visited later may depend on it. A drawn node is always kept apart, even behind a
     certain one of the same token: leaving it out for its value would make its q a lie. Where the nodes run out each
-    draft keeps a beginning. Probe rows come last; those of the first draft that has any are kept.
+    draft keeps a beginning. Probe rows come last; those of the first draft that has any are kept. Where all drafts know
+    their confidence, the tree has it too: of united nodes the greatest; under a node of the first draft, times its own.
     """
     prober = next((i for i, draft in enumerate(drafts) if draft.n_verify < len(draft)), None)
     probes = range(drafts[prober].n_verify, len(drafts[prober])) if prober is not None else range(0)
@@ -210,6 +238,8 @@ def unite(
     parents: list[int] = []
     q: list[Dist | None] = []
     sources: list[str] = []
+    confidence: list[float] = []
+    sure = [_confidence(draft, drafts[0], at) for draft, at in zip(drafts, under or [-1] * len(drafts), strict=True)]
     children: dict[tuple[int, int], int] = {}
     placed: list[dict[int, int]] = [{-1: at} for at in under or [-1] * len(drafts)]
 
@@ -220,6 +250,7 @@ def unite(
         parents.append(parent)
         q.append(draft.q[node])
         sources.append(draft.sources[node] if draft.sources else "")
+        confidence.append(sure[i][node])
 
     for i, node in order(drafts):
         draft = drafts[i]
@@ -230,6 +261,7 @@ def unite(
         same = children.get(place) if draft.q[node] is None else None
         if same is not None:
             placed[i][node] = same
+            confidence[same] = max(confidence[same], sure[i][node])
             if draft.sources and draft.sources[node] not in sources[same].split("+"):
                 sources[same] += "+" + draft.sources[node]
         elif len(tokens) < room:
@@ -242,7 +274,14 @@ def unite(
             if parent is not None:
                 append(prober, node, parent)
     reason = "" if tokens else _reasons(*drafts)
-    return Draft(tuple(tokens), tuple(parents), tuple(q), n_verify, reason=reason, sources=tuple(sources))
+    known = tuple(confidence) if all(draft.confidence is not None for draft in drafts if draft) else None
+    return Draft(tuple(tokens), tuple(parents), tuple(q), n_verify, known, reason, tuple(sources))
+
+
+def _confidence(draft: Draft, first: Draft, at: int) -> Sequence[float]:
+    """The confidence in each node of a draft that hangs under the node ``at`` of the first one; 0 where unknown."""
+    above = first.confidence[at] if at >= 0 and first.confidence is not None else 1.0
+    return [above * own for own in draft.confidence or (0.0,) * len(draft)]
 
 
 def _reasons(*drafts: Draft) -> str:

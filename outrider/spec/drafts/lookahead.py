@@ -21,6 +21,8 @@ from outrider.core.types import Commit, Span
 from outrider.core.types import Sequence as Seq
 from outrider.spec.proposer import DraftContext, Needs, Proposer
 
+READ_AT_ONCE = 1024
+"""Tokens of the text that are taken in in one call, so that a long prompt which is there at once does not stall it."""
 MAX_HEADS = 8192
 """First tokens whose n-grams a request keeps; beyond that those that were not met for longest go."""
 
@@ -89,7 +91,8 @@ class _State:
     tails: list[int] | None = None  # of the step under way: per column which probe comes last, -1 = the newest token
 
     def read_text(self, tokens: Sequence[int], stop: int, n: int) -> None:
-        """Takes in the n-grams that end in the tokens up to ``stop`` that were not read yet."""
+        """Takes in the n-grams that end in the tokens up to ``stop`` that were not read yet, so many at once."""
+        stop = min(stop, self.read + READ_AT_ONCE)
         for end in range(max(self.read + 1, n), stop + 1):
             self.pool.add(tokens[end - n : end])
         self.read = max(self.read, stop)

@@ -1,0 +1,147 @@
+"""Where n-grams of a text stood before: of each the newest place is in a table, and a place knows the one before it.
+
+An n-gram is known by a polynomial hash, the difference of two running sums (Karp and Rabin, 1987), so that a long text
+is taken in by whole arrays and a token by a few operations. A place is compared with the text before it is believed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+BETWEEN = -1
+"""Stands between two texts."""
+
+_BASE = 0x9E3779B97F4A7C15  # odd, so that it has an inverse modulo 2**64
+_INVERSE = pow(_BASE, -1, 1 << 64)
+_MASK = (1 << 64) - 1
+_MANY = 64  # tokens from which on arrays are faster
+
+
+class TextIndex:
+    """Where the n-grams of one or several texts end. Taking in or forgetting a token costs the same at any size."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        """``lengths`` are those of the n-grams that are kept."""
+        self.lengths = tuple(lengths)
+        self._power = {n: pow(_BASE, n, 1 << 64) for n in self.lengths}
+        self._clear()
+
+    def _clear(self) -> None:
+        self.tokens: list[int] = []
+        self._sums = array("Q", [0])  # [i]: over the first i tokens
+        self._forgotten = 0  # tokens before those that are left; a place is counted from the very first token
+        self._start = 0  # where the newest text begins
+        self._newest: dict[int, dict[int, int]] = {n: {} for n in self.lengths}  # hash of an n-gram -> its last end
+        self._before = {n: array("q") for n in self.lengths}  # [i]: where the n-gram ending with token i ended before
+
+    def follow(self, tokens: Sequence[int], stop: int) -> None:
+        """Takes in what is new of one growing text up to ``stop``; one that shrank is another text."""
+        if len(self.tokens) > len(tokens):
+            self._clear()
+        if len(self.tokens) < stop:
+            self.extend(tokens[len(self.tokens) : stop])
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Continues the newest text."""
+        if len(tokens) >= _MANY:
+            self._extend_many(tokens)
+            return
+        sums = self._sums
+        for token in tokens:
+            self.tokens.append(token)
+            sums.append((sums[-1] * _BASE + token + 1) & _MASK)
+            size = len(self.tokens)
+            for n in self.lengths:
+                before = -1
+                if n <= size - self._start:
+                    newest, key = self._newest[n], self._key(size, n)
+                    before = newest.get(key, -1)
+                    newest[key] = self._forgotten + size
+                self._before[n].append(before)
+
+    def _extend_many(self, tokens: Sequence[int]) -> None:
+        first, count = len(self.tokens) + 1, len(tokens)
+        powers, inverses = (np.cumprod(np.full(count, base, np.uint64)) for base in (_BASE, _INVERSE))
+        values = (np.asarray(tokens, np.int64) + 1).astype(np.uint64)
+        new = powers * (np.uint64(self._sums[-1]) + np.cumsum(values * inverses, dtype=np.uint64))
+        self._sums.frombytes(new.tobytes())
+        self.tokens.extend(tokens)
+        sums = np.array(self._sums, np.uint64)
+        for n in self.lengths:
+            before = np.full(count, -1, np.int64)
+            ends = np.arange(max(first, self._start + n), len(self.tokens) + 1)
+            if ends.size:
+                keys = sums[ends] - sums[ends - n] * np.uint64(self._power[n])
+                self._link(n, keys, ends + self._forgotten, before[ends[0] - first :])
+            self._before[n].frombytes(before.tobytes())
+
+    def _link(self, n: int, keys: np.ndarray, places: np.ndarray, before: np.ndarray) -> None:
+        """Fills in ``before`` for the n-grams ``keys`` that end at ``places``, and makes them the newest ones."""
+        order = np.argsort(keys, kind="stable")
+        alike = keys[order[1:]] == keys[order[:-1]]
+        before[order[1:][alike]] = places[order[:-1][alike]]
+        newest = self._newest[n]
+        if newest:
+            firsts = order[np.append(True, ~alike)]
+            before[firsts] = [newest.get(key, -1) for key in keys[firsts].tolist()]
+        lasts = order[np.append(~alike, True)]
+        newest.update(zip(keys[lasts].tolist(), places[lasts].tolist(), strict=True))
+
+    def end_text(self) -> None:
+        """The next token begins another text."""
+        self.tokens.append(BETWEEN)
+        self._sums.append((self._sums[-1] * _BASE) & _MASK)
+        for n in self.lengths:
+            self._before[n].append(-1)
+        self._start = len(self.tokens)
+
+    def forget(self, size: int) -> None:
+        """Drops the oldest text, which has ``size`` tokens, and the mark behind it."""
+        for n in self.lengths:
+            newest = self._newest[n]
+            for end in range(n, size + 1):
+                key = self._key(end, n)
+                if newest.get(key) == self._forgotten + end:
+                    del newest[key]
+            del self._before[n][: size + 1]
+        del self._sums[: size + 1]
+        del self.tokens[: size + 1]
+        self._forgotten += size + 1
+        self._start -= size + 1
+
+    def places(self, tail: list[int]) -> Iterator[int]:
+        """Where in ``tokens`` this n-gram, of one of the lengths, ended before their very end, the newest first."""
+        n, key = len(tail), 0
+        for token in tail:
+            key = (key * _BASE + token + 1) & _MASK
+        end = self._newest[n].get(key, -1)
+        while end > self._forgotten:
+            at = end - self._forgotten
+            if at < len(self.tokens) and self.tokens[at - n : at] == tail:
+                yield at
+            end = self._before[n][at - 1]
+
+    def agreeing(self, at: int, context: list[int], n: int) -> int:
+        """How many tokens before ``at`` agree with the end of ``context``, of which ``n`` are known to."""
+        most = min(at, len(context))
+        if self.tokens[at - most : at] == context[len(context) - most :]:
+            return most
+        while self.tokens[at - n - 1] == context[-n - 1]:
+            n += 1
+        return n
+
+    def _key(self, end: int, n: int) -> int:
+        return (self._sums[end] - self._sums[end - n] * self._power[n]) & _MASK
+
+
+def lasting(matched: int, depth: int) -> float:
+    """The chance that a continuation which begins as the text does goes on so for ``depth`` tokens.
+
+    As Laplace's rule has it for something that happened ``matched`` times in a row, but two tokens less: a match of a
+    few tokens is seldom more than a common phrase (measured on Spec-Bench, see docs/drafters/suffix.md).
+    """
+    held = max(2, matched - 2)
+    return held / (held + depth)
