@@ -14,5 +14,8 @@ rm -f "$build"/tree/outrider/_native*.so
 cp "$build"/_native*.so "$build/tree/outrider/"
 cd "$build/tree"
 preload=$(gcc -print-file-name=libasan.so):$(gcc -print-file-name=libstdc++.so)
-LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
-  "$python" -m pytest -q -p no:cacheprovider tests/ops tests/engine/test_lossless_native.py "$@"
+# Without site (-S) no hook of an editable install puts the package of the working tree before this one.
+export PYTHONPATH=$build/tree:$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
+export LD_PRELOAD=$preload ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc
+"$python" -S -c "import outrider._native as n; assert n.__file__.startswith('$build'), n.__file__"
+"$python" -S -m pytest -q -p no:cacheprovider tests/ops tests/engine/test_lossless_native.py "$@"
