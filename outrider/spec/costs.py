@@ -8,30 +8,31 @@ from dataclasses import dataclass
 
 MOST = 4.0
 """A time so many times the expected one is taken for a paused process or the like, and counts as this much."""
+REDRAWN = 32
+"""Steps after which the curve of costs is drawn anew."""
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a forward pass by its number of ``rows``, at the context ``context``, and how they grow with it.
+    """Seconds of a forward pass: by its number of ``rows`` without any context, and what context adds.
 
-    ``per_token[i]`` is what a token more of context adds at ``rows[i]``. Between the rows, and behind the last, it goes
-    on in straight lines.
+    A sequence's KV is read once for all of its rows: ``per_read`` seconds for each of its tokens. And each row attends
+    to it: ``per_seen`` seconds for each token that a row sees. So eight rows of one sequence cost less than a row of
+    eight. Between the ``rows``, and behind the last, ``seconds`` goes on in straight lines.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    per_token: tuple[float, ...]
-    context: int
+    per_read: float = 0.0
+    per_seen: float = 0.0
 
-    def at(self, rows: float, context: float) -> float:
-        """Seconds of a pass of ``rows`` over sequences of ``context`` tokens."""
-        more = context - self.context
+    def at(self, rows: float) -> float:
+        """Seconds of a pass of ``rows``, context excepted."""
         i, share = place(self.rows, rows)
         if not i:
-            return self.seconds[0] + more * self.per_token[0]
-        low = self.seconds[i - 1] + more * self.per_token[i - 1]
-        high = self.seconds[i] + more * self.per_token[i]
-        return max(low + (high - low) * share, 0.1 * self.seconds[0])
+            return self.seconds[0]
+        low = self.seconds[i - 1]
+        return max(low + (self.seconds[i] - low) * share, 0.1 * self.seconds[0])
 
 
 def place(grid: Sequence[int], value: float) -> tuple[int, float]:
@@ -78,8 +79,9 @@ class Line:
 class Costs:
     """Predicts the seconds of a step from its rows and context, and learns from every step without prompt rows.
 
-    A forward pass takes what the table says, times how fast the machine is now (which moves quickly), times a
-    correction by number of rows (which moves slowly): a slower hour makes no number of rows look worse than another.
+    A forward pass takes what the table says, times how fast the machine is now (which moves quickly), its part without
+    context times a correction by number of rows (which moves slowly): a slower hour makes no number of rows look worse
+    than another, and neither does a long text.
     """
 
     def __init__(self, table: CostTable) -> None:
@@ -88,14 +90,21 @@ class Costs:
         self.corrections = [1.0] * len(table.rows)
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
-        self._band = -1.0
         self._age = 0
-        self.drawn = 0  # changes with the curve
         self._seen = 0
 
-    def forward(self, rows: float, context: float) -> float:
+    @property
+    def per_seen(self) -> float:
+        """Seconds of a row for each token of context that it sees."""
+        return self.speed * self.table.per_seen
+
+    def context(self, read: float, seen: float) -> float:
+        """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
+        return self.speed * (self.table.per_read * read + self.table.per_seen * seen)
+
+    def forward(self, rows: float, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
-        return self.table.at(rows, context) * self._correction(rows) * self.speed
+        return self.speed * self._correction(rows) * self.table.at(rows) + self.context(read, seen)
 
     def _correction(self, rows: float) -> float:
         i, share = place(self.table.rows, rows)
@@ -103,36 +112,31 @@ class Costs:
             return self.corrections[0]
         return self.corrections[i - 1] + (self.corrections[i] - self.corrections[i - 1]) * min(share, 1.0)
 
-    def step(self, rows: float, context: float) -> float:
-        """Seconds of a step of up to a few hundred rows, drafting excepted, by a curve that is drawn now and then."""
-        band = self.banded(context)
-        if band != self._band or self._age >= 32:
-            self._curve, self._band, self._age = [], band, 0
-            self.drawn += 1
-        whole = int(rows)
-        while len(self._curve) < whole + 2:
+    def curve(self, rows: int) -> Sequence[float]:
+        """Seconds of a step by its rows, up to ``rows`` at least, drafting and context excepted.
+
+        It is drawn anew now and then only.
+        """
+        if self._age >= REDRAWN:
+            self._curve, self._age = [], 0
+        while len(self._curve) <= rows:
             n = len(self._curve)
-            self._curve.append(self.forward(n, band) + self.other.at(n))
-        low = self._curve[whole]
-        return low + (self._curve[whole + 1] - low) * (rows - whole)
+            self._curve.append(self.forward(n, 0, 0) + self.other.at(n))
+        return self._curve
 
-    @staticmethod
-    def banded(context: float) -> float:
-        """The context that stands for all about as long."""
-        return (int(context) | 63) - 31.5
-
-    def observe(self, rows: int, context: float, forward: float, other: float) -> None:
+    def observe(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor
         draft."""
         self._age += 1
         self.other.add(rows, other)
-        ratio = forward / self.table.at(rows, context)
-        expected = self.speed * self._correction(rows)
-        self._seen += 1
-        if self._seen > 8:
-            ratio = min(max(ratio, expected / MOST), expected * MOST)
-        self.speed += max(0.05, 1 / self._seen) * (ratio / self._correction(rows) - self.speed)
         i, share = place(self.table.rows, rows)
         nearest = i if share > 0.5 or not i else i - 1
-        own = self.corrections[nearest]
-        self.corrections[nearest] = min(max(own + 0.01 * (ratio / self.speed - own), 0.5), 2.0)
+        own = self._correction(rows) * self.table.at(rows)  # the part that the corrections answer for
+        expected = own + self.table.per_read * read + self.table.per_seen * seen
+        ratio = forward / expected
+        self._seen += 1
+        if self._seen > 8:
+            ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
+        self.speed += max(0.05, 1 / self._seen) * (ratio - self.speed)
+        missed = 0.01 * (ratio / self.speed - 1) * own / expected
+        self.corrections[nearest] = min(max(self.corrections[nearest] * (1 + missed), 0.5), 2.0)

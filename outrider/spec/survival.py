@@ -12,6 +12,8 @@ FIRST_GUESS = 0.6
 """Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
 PATIENCE = 2
 """So many times as much is the prior believed about drafts being there: early in an answer little can be looked up."""
+TOLD = 12
+"""Drafts of a request that the estimate for new requests learns from."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
@@ -42,16 +44,22 @@ class Counts:
 
 
 class Survival:
-    """Estimates from counts, pulled towards ``prior`` (or a first guess) with the weight of ``pull`` drafts."""
+    """Estimates from counts, pulled towards ``prior`` (or a first guess) with the weight of ``pull`` drafts.
+
+    Only its first ``TOLD`` drafts are told to the prior. So a request that soon gave up drafting counts as much there
+    as one that never did, and the prior is what a new request may expect.
+    """
 
     def __init__(self, memory: float, pull: float, prior: Survival | None = None) -> None:
         self.counts = Counts(memory)
+        self.told = 0
         self._pull, self._prior = pull, prior
         self._known: tuple[list[float], list[float]] = [], []
 
     def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
-        """One draft, as ``Counts.add``; the prior learns it too."""
-        if self._prior is not None:
+        """One draft, as ``Counts.add``."""
+        if self._prior is not None and self.told < TOLD:
+            self.told += 1
             self._prior.add(asked, there, accepted)
         self.counts.add(asked, there, accepted)
         self._known = [], []
