@@ -23,7 +23,7 @@ from outrider.spec.choice import Choice, Speed
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
 from outrider.spec.goodput import Wish, best_budgets
-from outrider.spec.survival import TOLD, Calibration, Survival
+from outrider.spec.survival import TOLD, Calibration, Luck, Survival
 
 logger = logging.getLogger("outrider")
 
@@ -33,7 +33,8 @@ PROBE = 2
 """Draft rows of a probe."""
 MEMORY = 100
 """Drafts that an estimate of one request looks back on."""
-PULL = 6
+LUCK_MEMORY = 33
+PULL = 3
 """Drafts of a request that count as much as what is known of others."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
@@ -41,7 +42,7 @@ GRANT = 0.5
 """What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
 FAINT = 0.02
 """A row that is less likely to be accepted than this is never asked for."""
-NEWS = 8
+NEWS = 6
 """Drafts of a request after which its wish is made anew: deciding takes time too."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
@@ -57,12 +58,12 @@ PAYS = "drafts pay again"
 class _Drafter:
     """What is known of a drafter over all requests."""
 
-    survival: Survival = field(default_factory=lambda: Survival(memory=120, pull=4))  # of new requests
+    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
     calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
-    foreseen: float = 4.0  # fading sums over first drafts of requests: rows that should have been accepted, and were
-    accepted: float = 4.0
+    sure: bool = False  # it says how sure it is of its rows: ``trim`` submits those that pay
+    luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
 
 
 @dataclass
@@ -72,6 +73,7 @@ class _Request:
     drafter: str
     known: _Drafter
     survival: Survival
+    luck: Luck
     kind: str
     on: bool | None = None  # None: not decided yet
     reason: str = ""
@@ -86,13 +88,6 @@ class _Request:
     drafts: int = 0
     confidence: Sequence[float] = ()  # of the rows that were submitted
     expected: float = 0.0  # of these, how many should be accepted by the calibration
-    foreseen: float = 4.0  # fading sums: rows that should have been accepted, and were
-    accepted: float = 4.0
-
-    @property
-    def luck(self) -> float:
-        """How many times as many are accepted as the calibration says."""
-        return self.accepted / self.foreseen
 
 
 class AutoLength(DraftController):
@@ -179,7 +174,9 @@ class AutoLength(DraftController):
             else:
                 probe = min(self.longest if request.known.whole else PROBE, max(1, span.budget))
                 passes = self.costs.curve(n + probe)
-                request.price = request.known.cost.at(probe) + passes[n + probe] - passes[n] + wish.row * probe
+                request.price = request.known.cost.at(probe)
+                if not request.known.sure:
+                    request.price += passes[n + probe] - passes[n] + wish.row * probe
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
         if any(request.on for request in requests) is not self._on:
             self._on, self._changed = not self._on, time.perf_counter()
@@ -199,6 +196,7 @@ class AutoLength(DraftController):
             if draft.n_verify < lengths[i]:
                 request.known.whole = True
             elif draft.confidence is not None and not any(draft.q):
+                request.known.sure = True
                 weighed.append((i, request))
         if weighed:
             self._weigh(spans, lengths, weighed)
@@ -210,7 +208,7 @@ class AutoLength(DraftController):
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
         wishes = []
         for i, request in weighed:
-            luck, least, falling = request.luck, 1.0, []
+            luck, least, falling = request.luck.ratio, 1.0, []
             for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
                 least = min(least, chance * luck)
                 falling.append(least)
@@ -232,7 +230,7 @@ class AutoLength(DraftController):
                 kept += 1
             lengths[i] = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
-            request.expected = sum(wish.survival[:kept]) / request.luck
+            request.expected = sum(wish.survival[:kept]) / request.luck.ratio
 
     def observe(self, record: StepRecord) -> None:
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
@@ -289,9 +287,9 @@ class AutoLength(DraftController):
         if request is None or request.drafter != name:
             drafter = self._drafters.setdefault(name, _Drafter())
             survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
-            request = self._requests[seq.id] = _Request(name, drafter, survival, _kind(seq.params))
+            luck = Luck(LUCK_MEMORY, drafter.luck.ratio)
+            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, _kind(seq.params))
             request.account = GRANT * self._token_seconds
-            request.accepted *= drafter.accepted / drafter.foreseen
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
         return request
@@ -306,8 +304,10 @@ class AutoLength(DraftController):
             each = sum(s * p for s, p in zip(survival[:depth], presence, strict=False)) / depth
             wish = Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope, row)
         else:
-            doubt = 0.0 if request.on is None else DOUBT if request.on else -DOUBT
-            chances = [s + doubt * math.sqrt(s * (1 - s) / (2 * MEMORY)) for s in survival[:depth] if s > FAINT]
+            doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
+            if request.on:
+                doubt = DOUBT / math.sqrt(PULL + request.survival.known)
+            chances = [s + doubt * math.sqrt(s * (1 - s)) for s in survival[:depth] if s > FAINT]
             wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
         request.wish = wish
         return wish
@@ -332,16 +332,14 @@ class AutoLength(DraftController):
             self._news += 1
         if request.confidence:
             drafter.calibration.add(request.confidence, span.path)
-            request.foreseen += 0.03 * (4 - request.foreseen) + request.expected
-            request.accepted += 0.03 * (4 - request.accepted) + span.accepted
+            request.luck.add(request.expected, span.accepted)
             if request.drafts <= TOLD:
-                drafter.foreseen += 0.02 * (4 - drafter.foreseen) + request.expected
-                drafter.accepted += 0.02 * (4 - drafter.accepted) + span.accepted
+                drafter.luck.add(request.expected, span.accepted)
         per_row += self.costs.per_seen * request.context
         cost = drafter.cost.at(request.asked) + per_row * max(0, span.rows - 1)
         if request.probing:
             won = span.accepted * self._token_seconds
-            request.account = max(0.0, min(request.account - cost + won, max(self._token_seconds, 1.5 * cost)))
+            request.account = min(request.account - cost + won, max(self._token_seconds, 1.5 * cost))
         request.asked = 0
         return cost
 

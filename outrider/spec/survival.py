@@ -14,6 +14,8 @@ PATIENCE = 2
 """So many times as much is the prior believed about drafts being there: early in an answer little can be looked up."""
 TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
+LUCK = 2.0
+"""Rows that should be accepted before half is believed of what a request says about the calibration."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
@@ -63,6 +65,11 @@ class Survival:
             self._prior.add(asked, there, accepted)
         self.counts.add(asked, there, accepted)
         self._known = [], []
+
+    @property
+    def known(self) -> float:
+        """Drafts that are looked back on."""
+        return self.counts.there[0] if self.counts.there else 0.0
 
     def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
         """For ``depth`` rows, or more, the chance of each to be accepted if it is there, and to be there if asked for.
@@ -114,6 +121,24 @@ class Calibration:
             k = _step(value)
             self._there[k] = self._there[k] * self._keep + 1
             self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
+
+
+class Luck:
+    """How many times as many rows are accepted as the calibration says: of a request, or of new requests."""
+
+    def __init__(self, memory: float, usual: float = 1.0) -> None:
+        """``usual`` is believed with the weight of ``LUCK`` accepted rows."""
+        self._rate, self._usual = 1 / memory, usual
+        self._foreseen, self._accepted = LUCK, LUCK * usual
+
+    @property
+    def ratio(self) -> float:
+        return self._accepted / self._foreseen
+
+    def add(self, foreseen: float, accepted: float) -> None:
+        """A draft of which so many rows should have been accepted by the calibration, and so many were."""
+        self._foreseen += self._rate * (LUCK - self._foreseen) + foreseen
+        self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
 
 
 def _step(confidence: float) -> int:
