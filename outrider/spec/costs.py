@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 MOST = 4.0
 """A time so many times the expected one is taken for a paused process or the like, and counts as this much."""
+LITTLE = 0.005
+"""A mean square of the share of context that tells little."""
 REDRAWN = 32
 """Steps after which the curve of costs is drawn anew."""
 
@@ -79,15 +81,17 @@ class Line:
 class Costs:
     """Predicts the seconds of a step from its rows and context, and learns from every step without prompt rows.
 
-    A forward pass takes what the table says, times how fast the machine is now (which moves quickly), its part without
-    context times a correction by number of rows (which moves slowly): a slower hour makes no number of rows look worse
-    than another, and neither does a long text.
+    A forward pass takes what the table says, times how fast the machine is now, which moves quickly. Slowly move a
+    correction of the part without context by its number of rows, and one of the part of context: a slower hour makes no
+    number of rows look worse than another, and neither does a long text.
     """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.speed = 1.0  # seconds a second of the table
         self.corrections = [1.0] * len(table.rows)
+        self.weight = 1.0  # of context
+        self._share, self._spread = 0.0, 0.0  # of context in the passes lately: its mean, and its mean square from that
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
         self._age = 0
@@ -96,11 +100,11 @@ class Costs:
     @property
     def per_seen(self) -> float:
         """Seconds of a row for each token of context that it sees."""
-        return self.speed * self.table.per_seen
+        return self.speed * self.weight * self.table.per_seen
 
     def context(self, read: float, seen: float) -> float:
         """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
-        return self.speed * (self.table.per_read * read + self.table.per_seen * seen)
+        return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
 
     def forward(self, rows: float, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
@@ -131,12 +135,23 @@ class Costs:
         self.other.add(rows, other)
         i, share = place(self.table.rows, rows)
         nearest = i if share > 0.5 or not i else i - 1
-        own = self._correction(rows) * self.table.at(rows)  # the part that the corrections answer for
-        expected = own + self.table.per_read * read + self.table.per_seen * seen
+        own = self._correction(rows) * self.table.at(rows)  # the part without context
+        expected = own + self.weight * (self.table.per_read * read + self.table.per_seen * seen)
         ratio = forward / expected
         self._seen += 1
         if self._seen > 8:
             ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
-        self.speed += max(0.05, 1 / self._seen) * (ratio - self.speed)
-        missed = 0.01 * (ratio / self.speed - 1) * own / expected
-        self.corrections[nearest] = min(max(self.corrections[nearest] * (1 + missed), 0.5), 2.0)
+        rate = max(0.05, 1 / self._seen)
+        self.speed += rate * (ratio - self.speed)
+        missed = 0.01 * min(max(ratio / self.speed - 1, -0.2), 0.2)
+        self.corrections[nearest] = _within(self.corrections[nearest] * (1 + missed * own / expected), 2.0)
+        # Passes with a larger share of context than others around them tell what it costs, in proportion to how much
+        # larger (normalised least mean squares).
+        more = 1 - own / expected - self._share
+        self._share += rate * more
+        self._spread += 0.01 * (more * more - self._spread)
+        self.weight = _within(self.weight * (1 + missed * more / (self._spread + LITTLE)), 4.0)
+
+
+def _within(factor: float, most: float) -> float:
+    return min(max(factor, 1 / most), most)

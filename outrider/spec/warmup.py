@@ -121,9 +121,10 @@ def _table(seconds: dict[tuple[int, int, int], float]) -> CostTable:
         if context != short
     }
     per_read, per_seen = _context_costs(added)
-    # What is left is without context. The time of passes of several short sequences, and so of what is theirs in it, is
-    # taken for that of one with as many rows.
-    left = tuple(max(took - short * (per_read + n * per_seen), 0.1 * took) for n, took in zip(rows, rising, strict=True))
+    # What is left is without context; it is taken to be the same for as many rows of several sequences.
+    left = tuple(
+        max(took - short * (per_read + n * per_seen), 0.1 * took) for n, took in zip(rows, rising, strict=True)
+    )
     return CostTable(rows, left, per_read, per_seen)
 
 
