@@ -40,17 +40,19 @@ DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
 """What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
-FAINT = 0.02
-"""A row that is less likely to be accepted than this is never asked for."""
 NEWS = 6
 """Drafts of a request after which its wish is made anew: deciding takes time too."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
+ON, OFF = 0.2, 0.1
+"""Speculation is said to be on when more than this share of the steps lately carried drafts, probes aside, and off when
+fewer did."""
 REMEMBERED = 4096
 """Requests whose estimates are kept, the newest ones."""
 
 TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
+IDLE = "little is found to draft"
 PAYS = "drafts pay again"
 
 
@@ -58,7 +60,7 @@ PAYS = "drafts pay again"
 class _Drafter:
     """What is known of a drafter over all requests."""
 
-    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
+    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4, lasting=False))  # of new requests
     calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
@@ -83,7 +85,8 @@ class _Request:
     account: float = 0.0  # seconds that may be lost to trying
     asked: int = 0  # rows, in this step
     trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
-    context: int = 0  # tokens that a draft row sees
+    sent: int = 0  # rows that were submitted
+    context: int = 0  # tokens that each of them sees
     probing: bool = False
     drafts: int = 0
     confidence: Sequence[float] = ()  # of the rows that were submitted
@@ -111,6 +114,7 @@ class AutoLength(DraftController):
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
         self._length = 0.0
+        self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: _Request | None = None
         self._on = False
         self._changed: float | None = None
@@ -178,8 +182,6 @@ class AutoLength(DraftController):
                 if not request.known.sure:
                     request.price += passes[n + probe] - passes[n] + wish.row * probe
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
-        if any(request.on for request in requests) is not self._on:
-            self._on, self._changed = not self._on, time.perf_counter()
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
         lengths = [len(span.draft) for span in spans]
@@ -200,8 +202,12 @@ class AutoLength(DraftController):
                 weighed.append((i, request))
         if weighed:
             self._weigh(spans, lengths, weighed)
-        self._read = sum(len(span.seq) for span in spans)
-        self._seen = sum((span.n_new + rows) * len(span.seq) for span, rows in zip(spans, lengths, strict=True))
+        self._read = self._seen = 0
+        for span, rows in zip(spans, lengths, strict=True):
+            self._read += len(span.seq)
+            self._seen += (span.n_new + rows) * len(span.seq)
+            if span.seq.id in self._requests:
+                self._requests[span.seq.id].sent = rows
         return lengths
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
@@ -241,6 +247,7 @@ class AutoLength(DraftController):
         if record.draft_seconds:
             self._learn_draft_costs(record)
         per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
+        drafting = False
         if record.draft_rows:
             seconds = self.costs.curve(record.decode_rows + record.draft_rows)
             more = seconds[record.decode_rows + record.draft_rows] - seconds[record.decode_rows]
@@ -251,11 +258,15 @@ class AutoLength(DraftController):
                 continue
             self._recent = request
             cost = self._learn(request, span, per_row)
+            drafting = drafting or (request.trusted > 0 and not request.probing)
             own = (span.emitted * self._token_seconds, self._token_seconds + cost)
             earned, spent = earned + own[0], spent + own[1]
             choice = self._choices.get(request.kind)
             if choice is not None:
                 choice.speeds.setdefault(request.drafter, Speed()).add(*own)
+        self._share += 0.03 * (drafting - self._share)
+        if self._share < OFF if self._on else self._share > ON:
+            self._on, self._changed = not self._on, time.perf_counter()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
@@ -268,7 +279,7 @@ class AutoLength(DraftController):
             return SpecStatus(False, "no request yet", "", 0.0)
         survival, _ = self._drafters[request.drafter].survival.estimate(8)
         speedup = self._speed.ratio
-        reason = f"an estimated {speedup:.2f} times as fast as plain decoding" if self._on else request.reason
+        reason = f"an estimated {speedup:.2f} times as fast as plain decoding" if self._on else request.reason or IDLE
         return SpecStatus(
             self._on,
             reason,
@@ -307,7 +318,7 @@ class AutoLength(DraftController):
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
             if request.on:
                 doubt = DOUBT / math.sqrt(PULL + request.survival.known)
-            chances = [s + doubt * math.sqrt(s * (1 - s)) for s in survival[:depth] if s > FAINT]
+            chances = [s + doubt * math.sqrt(s * (1 - s)) for s in survival[:depth] if s]
             wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
         request.wish = wish
         return wish
@@ -336,7 +347,7 @@ class AutoLength(DraftController):
             if request.drafts <= TOLD:
                 drafter.luck.add(request.expected, span.accepted)
         per_row += self.costs.per_seen * request.context
-        cost = drafter.cost.at(request.asked) + per_row * max(0, span.rows - 1)
+        cost = drafter.cost.at(request.asked) + per_row * request.sent
         if request.probing:
             won = span.accepted * self._token_seconds
             request.account = min(request.account - cost + won, max(self._token_seconds, 1.5 * cost))

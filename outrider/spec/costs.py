@@ -8,8 +8,12 @@ from dataclasses import dataclass
 
 MOST = 4.0
 """A time so many times the expected one is taken for a paused process or the like, and counts as this much."""
-LITTLE = 0.005
+NEAR = 0.15
+"""One over the passes that are compared with regard to context: few, for the machine's speed may change."""
+LITTLE = 0.004
 """A mean square of the share of context that tells little."""
+FORGOTTEN = 0.001
+"""Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
 REDRAWN = 32
 """Steps after which the curve of costs is drawn anew."""
 
@@ -90,8 +94,10 @@ class Costs:
         self.table = table
         self.speed = 1.0  # seconds a second of the table
         self.corrections = [1.0] * len(table.rows)
+        self._places: list[tuple[int, float, float]] = []  # by rows: where it lies in the table, and what it says
         self.weight = 1.0  # of context
-        self._share, self._spread = 0.0, 0.0  # of context in the passes lately: its mean, and its mean square from that
+        self._share, self._spread = 0.0, 0.0  # of context in the last passes: its mean, and its mean square from that
+        self._ratio = 1.0  # the speed of the last passes
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
         self._age = 0
@@ -106,15 +112,20 @@ class Costs:
         """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
         return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
 
-    def forward(self, rows: float, read: float, seen: float) -> float:
+    def forward(self, rows: int, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
-        return self.speed * self._correction(rows) * self.table.at(rows) + self.context(read, seen)
+        return self.speed * self._bare(rows) + self.context(read, seen)
 
-    def _correction(self, rows: float) -> float:
-        i, share = place(self.table.rows, rows)
+    def _bare(self, rows: int) -> float:
+        """Seconds of a pass on the table's machine, context excepted, by what was learnt about these rows."""
+        while len(self._places) <= rows:
+            n = len(self._places)
+            self._places.append((*place(self.table.rows, n), self.table.at(n)))
+        i, share, seconds = self._places[rows]
         if not i:
-            return self.corrections[0]
-        return self.corrections[i - 1] + (self.corrections[i] - self.corrections[i - 1]) * min(share, 1.0)
+            return seconds * self.corrections[0]
+        low = self.corrections[i - 1]
+        return seconds * (low + (self.corrections[i] - low) * min(share, 1.0))
 
     def curve(self, rows: int) -> Sequence[float]:
         """Seconds of a step by its rows, up to ``rows`` at least, drafting and context excepted.
@@ -125,7 +136,7 @@ class Costs:
             self._curve, self._age = [], 0
         while len(self._curve) <= rows:
             n = len(self._curve)
-            self._curve.append(self.forward(n, 0, 0) + self.other.at(n))
+            self._curve.append(self.speed * self._bare(n) + self.other.at(n))
         return self._curve
 
     def observe(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
@@ -133,24 +144,27 @@ class Costs:
         draft."""
         self._age += 1
         self.other.add(rows, other)
-        i, share = place(self.table.rows, rows)
+        own = self._bare(rows)  # the part without context
+        i, share, _ = self._places[rows]
         nearest = i if share > 0.5 or not i else i - 1
-        own = self._correction(rows) * self.table.at(rows)  # the part without context
         expected = own + self.weight * (self.table.per_read * read + self.table.per_seen * seen)
         ratio = forward / expected
         self._seen += 1
         if self._seen > 8:
             ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
         rate = max(0.05, 1 / self._seen)
+        missed = 0.01 * (ratio / self.speed - 1) if self._seen > 8 else 0.0
         self.speed += rate * (ratio - self.speed)
-        missed = 0.01 * min(max(ratio / self.speed - 1, -0.2), 0.2)
-        self.corrections[nearest] = _within(self.corrections[nearest] * (1 + missed * own / expected), 2.0)
-        # Passes with a larger share of context than others around them tell what it costs, in proportion to how much
+        correction = self.corrections[nearest] * (1 + missed * own / expected)
+        self.corrections[nearest] = _within(correction + FORGOTTEN * (1 - correction), 2.0)
+        # Passes with a larger share of context than those just before tell what it costs, in proportion to how much
         # larger (normalised least mean squares).
-        more = 1 - own / expected - self._share
-        self._share += rate * more
+        more, late = 1 - own / expected - self._share, ratio / self._ratio - 1
+        self._share += NEAR * more
+        self._ratio += NEAR * (ratio - self._ratio)
         self._spread += 0.01 * (more * more - self._spread)
-        self.weight = _within(self.weight * (1 + missed * more / (self._spread + LITTLE)), 4.0)
+        step = 0.01 * min(max(late, -0.2), 0.2) * more / (self._spread + LITTLE)
+        self.weight = _within(self.weight * (1 + step), 4.0)
 
 
 def _within(factor: float, most: float) -> float:

@@ -12,6 +12,8 @@ FIRST_GUESS = 0.6
 """Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
 PATIENCE = 2
 """So many times as much is the prior believed about drafts being there: early in an answer little can be looked up."""
+FAINT = 0.02
+"""A row that is less likely to be accepted than this is never asked for."""
 TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
 LUCK = 2.0
@@ -23,9 +25,10 @@ CONFIDENCE_STEPS = 12
 class Counts:
     """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for."""
 
-    def __init__(self, memory: float) -> None:
-        """``memory``: drafts after which a count has faded to 1/e."""
-        self._keep = 1 - 1 / memory
+    def __init__(self, memory: float, lasting: bool = True) -> None:
+        """``memory``: drafts after which a count has faded to 1/e. What was accepted does not fade, if ``lasting``,
+        while nothing is there."""
+        self._keep, self._lasting = 1 - 1 / memory, lasting
         self.asked: list[float] = []
         self.filled: list[float] = []  # of these
         self.there: list[float] = []
@@ -40,8 +43,8 @@ class Counts:
         for i in range(asked):
             self.asked[i] = self.asked[i] * keep + 1
             self.filled[i] = self.filled[i] * keep + (i < there)
-        for i in range(min(there, asked)):
-            self.there[i] = self.there[i] * keep + 1
+        for i in range(min(there, asked) if self._lasting else asked):
+            self.there[i] = self.there[i] * keep + (i < there)
             self.accepted[i] = self.accepted[i] * keep + (i in accepted)
 
 
@@ -52,8 +55,9 @@ class Survival:
     as one that never did, and the prior is what a new request may expect.
     """
 
-    def __init__(self, memory: float, pull: float, prior: Survival | None = None) -> None:
-        self.counts = Counts(memory)
+    def __init__(self, memory: float, pull: float, prior: Survival | None = None, lasting: bool = True) -> None:
+        """``memory`` and ``lasting`` as in ``Counts``."""
+        self.counts = Counts(memory, lasting)
         self.told = 0
         self._pull, self._prior = pull, prior
         self._known: tuple[list[float], list[float]] = [], []
@@ -74,7 +78,8 @@ class Survival:
     def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
         """For ``depth`` rows, or more, the chance of each to be accepted if it is there, and to be there if asked for.
 
-        Neither rises from row to row. A row that was never tried goes on as the ones before it did.
+        Neither rises from row to row. A row that was never tried goes on as the ones before it did. What is less likely
+        than ``FAINT`` is 0.
         """
         survival, presence = self._known
         if len(survival) >= depth:
@@ -97,6 +102,10 @@ class Survival:
                 likely = min(there, (counts.filled[i] + missing * likely) / (counts.asked[i] + missing))
             if self._prior is None and i and chance > 0:
                 step = guess / chance
+            if guess < FAINT:
+                survival += [0.0] * (depth - i)
+                presence += [likely] * (depth - i)
+                break
             survival.append(guess)
             presence.append(likely)
             chance, there = guess, likely
@@ -113,12 +122,11 @@ class Calibration:
 
     def chances(self, confidence: Sequence[float]) -> list[float]:
         """The chance of each row to be accepted."""
-        return [self._accepted[k] / self._there[k] for k in map(_step, confidence)]
+        return [self._accepted[k] / self._there[k] for k in _classes(confidence)]
 
     def add(self, confidence: Sequence[float], accepted: Collection[int]) -> None:
         """Rows of this confidence were verified, and those ``accepted`` were right."""
-        for i, value in enumerate(confidence):
-            k = _step(value)
+        for i, k in enumerate(_classes(confidence)):
             self._there[k] = self._there[k] * self._keep + 1
             self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
 
@@ -141,5 +149,5 @@ class Luck:
         self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
 
 
-def _step(confidence: float) -> int:
-    return max(0, min(CONFIDENCE_STEPS, round(confidence * CONFIDENCE_STEPS)))
+def _classes(confidence: Sequence[float]) -> list[int]:
+    return [max(0, min(CONFIDENCE_STEPS, int(CONFIDENCE_STEPS * value + 0.5))) for value in confidence]

@@ -91,6 +91,17 @@ def test_nothing_is_asked_of_a_drafter_whose_call_costs_more_than_it_brings() ->
     assert best_budgets([], 0, 0, FLAT, 9).budgets == ()
 
 
+def test_rows_of_a_long_text_cost_more() -> None:
+    """Two sequences that are as likely to accept; a row of the second one costs as much as a step."""
+    short, long = Wish([0.6, 0.36], [1.0] * 2, row=0.1), Wish([0.6, 0.36], [1.0] * 2, row=1.0)
+    assert best_budgets([short], 1, 1, FLAT, 9).budgets == (2,)
+    assert best_budgets([long], 1, 1, FLAT, 9).budgets == (0,)
+    alone = best_budgets([short], 1, 1, FLAT, 9, fixed=3.0)
+    assert alone.plain == pytest.approx(1 / 4)
+    assert alone.goodput == pytest.approx(1.96 / 4.2)
+    assert best_budgets([long], 1, 1, FLAT, 9, fixed=3.0).budgets == (2,), "next to a dear step it is cheap"
+
+
 @pytest.mark.parametrize(
     ("a", "c", "best", "speedup"), [(0.7, 0.1, 4, 1.98), (0.8, 0.02, 11, 3.82), (0.9, 0.3, 5, 1.87)]
 )
