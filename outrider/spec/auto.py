@@ -60,7 +60,7 @@ PAYS = "drafts pay again"
 class _Drafter:
     """What is known of a drafter over all requests."""
 
-    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4, lasting=False))  # of new requests
+    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
     calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
@@ -89,6 +89,7 @@ class _Request:
     context: int = 0  # tokens that each of them sees
     probing: bool = False
     drafts: int = 0
+    weighed: int = 0  # of these, by their drafter's confidence
     confidence: Sequence[float] = ()  # of the rows that were submitted
     expected: float = 0.0  # of these, how many should be accepted by the calibration
 
@@ -344,7 +345,8 @@ class AutoLength(DraftController):
         if request.confidence:
             drafter.calibration.add(request.confidence, span.path)
             request.luck.add(request.expected, span.accepted)
-            if request.drafts <= TOLD:
+            request.weighed += 1
+            if request.weighed <= TOLD:
                 drafter.luck.add(request.expected, span.accepted)
         per_row += self.costs.per_seen * request.context
         cost = drafter.cost.at(request.asked) + per_row * request.sent

@@ -14,6 +14,8 @@ PATIENCE = 2
 """So many times as much is the prior believed about drafts being there: early in an answer little can be looked up."""
 FAINT = 0.02
 """A row that is less likely to be accepted than this is never asked for."""
+SEEKING = 8
+"""Rows of which it is counted whether they are there; further ones are there as often as the last of them."""
 TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
 LUCK = 2.0
@@ -25,10 +27,9 @@ CONFIDENCE_STEPS = 12
 class Counts:
     """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for."""
 
-    def __init__(self, memory: float, lasting: bool = True) -> None:
-        """``memory``: drafts after which a count has faded to 1/e. What was accepted does not fade, if ``lasting``,
-        while nothing is there."""
-        self._keep, self._lasting = 1 - 1 / memory, lasting
+    def __init__(self, memory: float) -> None:
+        """``memory``: drafts after which a count has faded to 1/e."""
+        self._keep = 1 - 1 / memory
         self.asked: list[float] = []
         self.filled: list[float] = []  # of these
         self.there: list[float] = []
@@ -36,15 +37,20 @@ class Counts:
 
     def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
         """One draft: ``asked`` rows were allowed, ``there`` were verified, the rows ``accepted`` were right."""
-        keep, known = self._keep, len(self.asked)
-        if known < asked:
-            for counts in (self.asked, self.filled, self.there, self.accepted):
-                counts.extend([0.0] * (asked - known))
-        for i in range(asked):
+        keep, there = self._keep, min(there, asked)
+        for counts, rows in (
+            (self.asked, min(asked, SEEKING)),
+            (self.filled, min(asked, SEEKING)),
+            (self.there, there),
+            (self.accepted, there),
+        ):
+            if len(counts) < rows:
+                counts.extend([0.0] * (rows - len(counts)))
+        for i in range(min(asked, SEEKING)):
             self.asked[i] = self.asked[i] * keep + 1
             self.filled[i] = self.filled[i] * keep + (i < there)
-        for i in range(min(there, asked) if self._lasting else asked):
-            self.there[i] = self.there[i] * keep + (i < there)
+        for i in range(there):
+            self.there[i] = self.there[i] * keep + 1
             self.accepted[i] = self.accepted[i] * keep + (i in accepted)
 
 
@@ -55,9 +61,8 @@ class Survival:
     as one that never did, and the prior is what a new request may expect.
     """
 
-    def __init__(self, memory: float, pull: float, prior: Survival | None = None, lasting: bool = True) -> None:
-        """``memory`` and ``lasting`` as in ``Counts``."""
-        self.counts = Counts(memory, lasting)
+    def __init__(self, memory: float, pull: float, prior: Survival | None = None) -> None:
+        self.counts = Counts(memory)
         self.told = 0
         self._pull, self._prior = pull, prior
         self._known: tuple[list[float], list[float]] = [], []
@@ -96,8 +101,9 @@ class Survival:
             guess, likely = chance * step, there
             if base[1]:
                 likely = min(there, base[1][i])
-            if i < len(counts.asked):
+            if i < len(counts.there):
                 guess = min(chance, (counts.accepted[i] + pull * guess) / (counts.there[i] + pull))
+            if i < len(counts.asked):
                 missing = pull * PATIENCE
                 likely = min(there, (counts.filled[i] + missing * likely) / (counts.asked[i] + missing))
             if self._prior is None and i and chance > 0:
