@@ -14,7 +14,7 @@ from outrider.engine.llm import build_engine, spec_of
 from outrider.engine.request import RequestOutput
 from outrider.spec.auto import AGED, AutoLength
 from outrider.spec.controller import FixedLength
-from outrider.spec.costs import REDRAWN, Costs
+from outrider.spec.costs import REDRAWN, Costs, Line
 from outrider.spec.registry import spec_from_mapping
 from tests.engine.drafters import context_for, registered
 from tests.engine.harness import assert_same, finish, greedy, make_engine, plain, prompt_of, run_all, toy_target
@@ -40,7 +40,9 @@ class Restless(AutoLength):
 
     def budgets(self, spans, rows):  # type: ignore[no-untyped-def]
         self.costs.corrections[1:] = [next(self._turn)] * (len(self.costs.corrections) - 1)
-        self.costs._age = REDRAWN
+        self.costs._age, self.costs.speed = REDRAWN, 1.0
+        for drafter in self._drafters.values():
+            drafter.cost = Line(100)  # it costs nothing: a busy machine must not stop it
         self._age = AGED
         self._token_seconds = 1.0
         lengths = super().budgets(spans, rows)
