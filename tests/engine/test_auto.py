@@ -16,6 +16,7 @@ from outrider.spec.auto import AGED, AutoLength
 from outrider.spec.controller import FixedLength
 from outrider.spec.costs import REDRAWN, Costs, Line
 from outrider.spec.registry import spec_from_mapping
+from outrider.spec.survival import Survival
 from tests.engine.drafters import context_for, registered
 from tests.engine.harness import assert_same, finish, greedy, make_engine, plain, prompt_of, run_all, toy_target
 from tests.spec.simulator import cpu_pass, table_of
@@ -43,6 +44,8 @@ class Restless(AutoLength):
         self.costs._age, self.costs.speed = REDRAWN, 1.0
         for drafter in self._drafters.values():
             drafter.cost = Line(100)  # it costs nothing: a busy machine must not stop it
+        for request in self._requests.values():
+            request.survival = Survival(memory=100, pull=4)  # nor what came of its drafts
         self._age = AGED
         self._token_seconds = 1.0
         lengths = super().budgets(spans, rows)
