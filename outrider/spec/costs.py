@@ -164,7 +164,7 @@ class Costs:
         self._ratio += NEAR * (ratio - self._ratio)
         self._spread += 0.01 * (more * more - self._spread)
         step = 0.01 * min(max(late, -0.2), 0.2) * more / (self._spread + LITTLE)
-        self.weight = _within(self.weight * (1 + step), 4.0)
+        self.weight = _within(self.weight * (1 + step), 8.0)
 
 
 def _within(factor: float, most: float) -> float:
