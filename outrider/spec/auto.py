@@ -34,6 +34,7 @@ PROBE = 2
 MEMORY = 100
 """Drafts that an estimate of one request looks back on."""
 LUCK_MEMORY = 33
+"""Drafts that the luck of one request looks back on."""
 PULL = 3
 """Drafts of a request that count as much as what is known of others."""
 DOUBT = 0.5
@@ -114,6 +115,7 @@ class AutoLength(DraftController):
         self._token_seconds = 0.0  # plain decoding's, under the load of this step
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
+        self._drafted = 0  # steps in which a drafter was asked
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: _Request | None = None
@@ -246,7 +248,9 @@ class AutoLength(DraftController):
             other = times.total - times.forward - times.draft
             self.costs.observe(rows, self._read, self._seen, times.forward, other)
         if record.draft_seconds:
-            self._learn_draft_costs(record)
+            self._drafted += 1
+            if self._drafted < 64 or not self._drafted % 4:  # then they are known well: it takes time too
+                self._learn_draft_costs(record)
         per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
         drafting = False
         if record.draft_rows:
