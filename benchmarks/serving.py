@@ -13,7 +13,8 @@ false in the request; ``llama.cpp`` is its server, with a slot a client. The fir
 earlier prompt.
 
 ``--shift`` is one client whose text goes from copies of a paragraph to noise and back: when the controller switches
-speculation off and on, as ``/v1/speculation`` tells it ten times a second.
+speculation off and on, as ``/v1/speculation`` tells it ten times a second. Then what that costs on noise: the same
+requests with and without speculation, in turn.
 """
 
 from __future__ import annotations
@@ -184,15 +185,18 @@ async def totals(port: int) -> dict[str, int]:
 async def shift(port: int, seconds: float, extra: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Copies, noise, copies, noise, copies: each for ``seconds``."""
     watch, rng, phases = Watch(), random.Random(1), []
+
+    def noise() -> dict[str, Any]:
+        words = " ".join(f"{rng.getrandbits(40):x}" for _ in range(20))
+        return {"prompt": words, "temperature": 1.5, "max_tokens": 100, "ignore_eos": True, "seed": 1, **extra}
+
     copying = {"prompt": PARAGRAPH * 3, "temperature": 0, "max_tokens": 250, "ignore_eos": True, **extra}
     watching = asyncio.ensure_future(watch.run(port))
     for kind in ("copies", "noise", "copies", "noise", "copies"):
         before = await totals(port)
         begin, tokens = time.perf_counter(), 0
         while time.perf_counter() - begin < seconds:
-            words = " ".join(f"{rng.getrandbits(40):x}" for _ in range(20))
-            noise = {"prompt": words, "temperature": 1.5, "max_tokens": 100, "ignore_eos": True, **extra}
-            answer = await streamed(port, "/v1/completions", copying if kind == "copies" else noise)
+            answer = await streamed(port, "/v1/completions", copying if kind == "copies" else noise())
             tokens += answer.tokens
             if answer.error:
                 raise SystemExit(f"a request failed: {answer.error}")
@@ -209,6 +213,16 @@ async def shift(port: int, seconds: float, extra: Mapping[str, Any]) -> list[dic
         )
         drafts = f"{phase['draft_tokens']} drafted and {phase['accepted_tokens']} accepted in {phase['steps']} steps"
         print(f"{phase['text']:<7} {phase['tokens_per_s']:7.1f} tokens/s; {state} {when}; {drafts}", flush=True)
+    plain, ratios, begin = {"speculative": {"enabled": False}}, [], time.perf_counter()
+    while time.perf_counter() - begin < 4 * seconds:
+        body, took = noise(), {}
+        for name in ("auto", "plain") if len(ratios) % 2 else ("plain", "auto"):
+            begun = time.perf_counter()
+            answer = await streamed(port, "/v1/completions", {**body, **(plain if name == "plain" else {})})
+            took[name] = (time.perf_counter() - begun) / max(1, answer.tokens)
+        ratios.append(took["plain"] / took["auto"])
+    phases.append({"text": "noise", "auto_over_plain": ratios})
+    print(f"noise   auto / plain {median(ratios):.3f} (median of {len(ratios)} requests)", flush=True)
     return phases
 
 

@@ -22,8 +22,8 @@ from outrider.core.types import Span, SpanRecord, StepRecord
 from outrider.spec.choice import Choice, Speed
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
-from outrider.spec.goodput import Decision, Wish, best_budgets
-from outrider.spec.survival import Calibration, Survival
+from outrider.spec.goodput import Wish, best_budgets
+from outrider.spec.survival import TOLD, Calibration, Luck, Survival
 
 logger = logging.getLogger("outrider")
 
@@ -33,19 +33,27 @@ PROBE = 2
 """Draft rows of a probe."""
 MEMORY = 100
 """Drafts that an estimate of one request looks back on."""
+LUCK_MEMORY = 33
+"""Drafts that the luck of one request looks back on."""
+PULL = 3
+"""Drafts of a request that count as much as what is known of others."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
 """What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
-FAINT = 0.02
-"""A row that is less likely to be accepted than this is never asked for."""
-NEWS = 4
-"""Drafts of a request after which its length is decided anew: deciding takes time too."""
+NEWS = 6
+"""Drafts of a request after which its wish is made anew: deciding takes time too."""
+AGED = 32
+"""Steps after which everything is decided anew: texts have grown, and the machine may be another."""
+ON, OFF = 0.2, 0.1
+"""Speculation is said to be on when more than this share of the steps lately carried drafts, probes aside, and off when
+fewer did."""
 REMEMBERED = 4096
 """Requests whose estimates are kept, the newest ones."""
 
 TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
+IDLE = "little is found to draft"
 PAYS = "drafts pay again"
 
 
@@ -53,10 +61,12 @@ PAYS = "drafts pay again"
 class _Drafter:
     """What is known of a drafter over all requests."""
 
-    survival: Survival = field(default_factory=lambda: Survival(memory=400, pull=4))
+    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
     calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
+    sure: bool = False  # it says how sure it is of its rows: ``trim`` submits those that pay
+    luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
 
 
 @dataclass
@@ -64,25 +74,25 @@ class _Request:
     """What is known of one sequence, and what it is doing in this step."""
 
     drafter: str
+    known: _Drafter
     survival: Survival
+    luck: Luck
     kind: str
     on: bool | None = None  # None: not decided yet
     reason: str = ""
+    wish: Wish | None = None  # None: to be made anew
+    planned: int = 0  # rows, by the decision in force
+    price: float = 0.0  # seconds that a probe costs, or a row more
     account: float = 0.0  # seconds that may be lost to trying
     asked: int = 0  # rows, in this step
     trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
+    sent: int = 0  # rows that were submitted
+    context: int = 0  # tokens that each of them sees
     probing: bool = False
     drafts: int = 0
-    news: int = 0  # changes when there is enough news to decide anew
+    weighed: int = 0  # of these, by their drafter's confidence
     confidence: Sequence[float] = ()  # of the rows that were submitted
     expected: float = 0.0  # of these, how many should be accepted by the calibration
-    foreseen: float = 4.0  # fading sums: rows that should have been accepted, and were
-    accepted: float = 4.0
-
-    @property
-    def luck(self) -> float:
-        """How many times as many are accepted as the calibration says."""
-        return self.accepted / self.foreseen
 
 
 class AutoLength(DraftController):
@@ -98,14 +108,16 @@ class AutoLength(DraftController):
         self._drafters: dict[str, _Drafter] = {}
         self._requests: dict[int, _Request] = {}
         self._choices: dict[str, Choice] = {}
-        self._facts: list[object] = []  # what the decision in force was made from
-        self._wishes: list[Wish] = []
-        self._decision = Decision((), 0.0, 1.0)
-        self._context = 1.0  # tokens of a sequence, on average
+        self._running: list[_Request] = []  # whom the decision in force is about
+        self._ids: list[int] = []
+        self._news = self._age = 0  # since then: wishes that have changed, steps
+        self._read = self._seen = 0  # tokens of context in this step: of its sequences, and of all its rows
         self._token_seconds = 0.0  # plain decoding's, under the load of this step
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
+        self._drafted = 0  # steps in which a drafter was asked
         self._length = 0.0
+        self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: _Request | None = None
         self._on = False
         self._changed: float | None = None
@@ -116,104 +128,134 @@ class AutoLength(DraftController):
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
         if not spans:
             return []
-        requests = [self._request(span.seq) for span in spans]
-        context = self.costs.banded(sum(len(span.seq) for span in spans) / len(spans))
-        own_rows = sum(span.n_new for span in spans)
-
-        def seconds(n: float) -> float:
-            return self.costs.step(n, context)
-
-        facts: list[object] = [rows, own_rows, context, self.costs.drawn]
-        for request, span in zip(requests, spans, strict=True):
-            facts += (span.seq.id, request.news, request.on, span.budget)
-        if facts != self._facts:
-            self._facts = facts
-            self._wishes = [self._wish(request, span.budget) for request, span in zip(requests, spans, strict=True)]
-            self._decision = best_budgets(self._wishes, own_rows, len(spans), seconds, rows)
-        decision = self._decision
-        self._token_seconds = 1 / decision.plain
-        budgets = list(decision.budgets)
+        ids = [span.seq.id for span in spans]
+        if self._age >= AGED or 4 * self._news > len(ids) or ids != self._ids:
+            self._decide(spans, ids, rows)
+        self._age += 1
+        budgets = [min(r.planned, span.budget) for r, span in zip(self._running, spans, strict=True)]
         left = rows - sum(budgets)
-        for i, (request, span) in enumerate(zip(requests, spans, strict=True)):
+        for i, (request, span) in enumerate(zip(self._running, spans, strict=True)):
             request.probing = False
-            if request.on is not (budgets[i] > 0) and span.budget:
-                alone = best_budgets([self._wishes[i]], 1, 1, seconds, rows)
-                self._change(span.seq.id, request, budgets[i] > 0, TOO_BUSY if any(alone.budgets) else TOO_LITTLE)
-            whole = self._drafters[request.drafter].whole
-            probe = min(self.longest if whole else PROBE, span.budget, left)
-            if not budgets[i] and probe > 0:
-                cost = self._drafters[request.drafter].cost.at(probe) + seconds(own_rows + probe) - seconds(own_rows)
-                self._pay_in(request, 1.5 * cost)
-                if request.account >= cost:
+            if left < 0:  # there was more room when it was decided
+                cut = min(budgets[i], -left)
+                budgets[i], left = budgets[i] - cut, left + cut
+            share = 1.5 if not budgets[i] else 2.0  # the rest of the account is left for ``trim``
+            most = max(self._token_seconds, share * request.price)
+            request.account = min(request.account + SHARE * self._token_seconds, most)
+            if not budgets[i]:
+                probe = min(self.longest if request.known.whole else PROBE, span.budget, left)
+                if probe > 0 and request.account >= request.price:
                     budgets[i], request.probing = probe, True
                     left -= probe
-            elif budgets[i]:
-                # One row more now and then, to know what it would bring. Half of the account is left for ``trim``.
-                n, line = own_rows + sum(budgets), self._drafters[request.drafter].cost
-                cost = line.slope + max(0.0, seconds(n + 1) - seconds(n))
-                self._pay_in(request, 2 * cost)
-                if request.account >= 2 * cost and left > 0 and budgets[i] < min(span.budget, self.longest):
-                    request.account -= cost
-                    budgets[i] += 1
-                    left -= 1
-            if not budgets[i] and span.budget:
-                span.draft = Draft.nothing(request.reason or TOO_LITTLE)
-        if any(request.on for request in requests) is not self._on:
-            self._on, self._changed = not self._on, time.perf_counter()
+                elif span.budget:
+                    span.draft = Draft.nothing(request.reason or TOO_LITTLE)
+            elif request.account >= share * request.price and left > 0 and budgets[i] < min(span.budget, self.longest):
+                # One row more now and then, to know what it would bring.
+                request.account -= request.price
+                budgets[i] += 1
+                left -= 1
         self._length += 0.02 * (sum(budgets) / len(spans) - self._length)
         return budgets
 
+    def _decide(self, spans: Sequence[Span], ids: list[int], rows: int) -> None:
+        """Draft lengths for these until something has changed; of the rows of prompts nothing is known here."""
+        requests = [self._request(span.seq) for span in spans]
+        if self._age >= AGED:
+            for request in requests:
+                request.wish = None
+        wishes = [self._wish(request, span) for request, span in zip(requests, spans, strict=True)]
+        n, read = len(spans), sum(len(span.seq) for span in spans)
+        seconds = self.costs.curve(n + sum(len(wish.survival) for wish in wishes) + PROBE + 2)
+        decision = best_budgets(wishes, n, n, seconds, rows, self.costs.context(read, read))
+        if not self._token_seconds or all(span.n_new == 1 for span in spans):
+            self._token_seconds = 1 / decision.plain
+        more = max(0.0, seconds[n + sum(decision.budgets) + 1] - seconds[n + sum(decision.budgets)])
+        for request, wish, planned, span in zip(requests, wishes, decision.budgets, spans, strict=True):
+            request.planned = planned
+            if request.on is not (planned > 0) and span.budget:
+                fixed = self.costs.context(len(span.seq), len(span.seq))
+                alone = best_budgets([wish], 1, 1, seconds, rows, fixed)
+                self._change(span.seq.id, request, planned > 0, TOO_BUSY if any(alone.budgets) else TOO_LITTLE)
+            if planned:
+                request.price = wish.each + wish.row + more
+            else:
+                probe = min(self.longest if request.known.whole else PROBE, max(1, span.budget))
+                passes = self.costs.curve(n + probe)
+                request.price = request.known.cost.at(probe)
+                if not request.known.sure:
+                    request.price += passes[n + probe] - passes[n] + wish.row * probe
+        self._running, self._ids, self._news, self._age = requests, ids, 0, 0
+
     def trim(self, spans: Sequence[Span]) -> list[int]:
-        self._context = sum(len(span.seq) for span in spans) / max(1, len(spans))
         lengths = [len(span.draft) for span in spans]
-        weighed: list[tuple[int, _Request, Wish]] = []
+        weighed: list[tuple[int, _Request]] = []
         for i, span in enumerate(spans):
             request = self._requests.get(span.seq.id)
             if request is None:
                 continue
             draft = span.draft
             request.asked, request.trusted, request.confidence = span.budget, lengths[i], ()
-            if draft.n_verify < len(draft):
-                self._drafters[request.drafter].whole = True
-            elif draft.confidence is not None and draft.tokens and all(q is None for q in draft.q):
-                chances = self._drafters[request.drafter].calibration.chances(draft.confidence)
-                luck, least, falling = request.luck, 1.0, []
-                for chance in chances:
-                    least = min(least, chance * luck)
-                    falling.append(least)
-                weighed.append((i, request, Wish(falling, (1.0,) * len(falling))))
-        if not weighed:
-            return lengths
-        chosen = {i for i, _, _ in weighed}
-        own_rows = sum(span.n_new + (0 if i in chosen else lengths[i]) for i, span in enumerate(spans))
-        tokens = sum(span.reaches_end for span in spans)
+            request.context = len(span.seq)
+            if not lengths[i]:
+                continue
+            if draft.n_verify < lengths[i]:
+                request.known.whole = True
+            elif draft.confidence is not None and not any(draft.q):
+                request.known.sure = True
+                weighed.append((i, request))
+        if weighed:
+            self._weigh(spans, lengths, weighed)
+        self._read = self._seen = 0
+        for span, rows in zip(spans, lengths, strict=True):
+            self._read += len(span.seq)
+            self._seen += (span.n_new + rows) * len(span.seq)
+            if span.seq.id in self._requests:
+                self._requests[span.seq.id].sent = rows
+        return lengths
 
-        def seconds(n: float) -> float:
-            return self.costs.step(n, self._context)
-
-        decision = best_budgets([wish for _, _, wish in weighed], own_rows, tokens, seconds, sum(lengths))
-        for (i, request, wish), kept in zip(weighed, decision.budgets, strict=True):
+    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
+        """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
+        wishes = []
+        for i, request in weighed:
+            luck, least, falling = request.luck.ratio, 1.0, []
+            for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
+                least = min(least, chance * luck)
+                falling.append(least)
+            wishes.append(Wish(falling, (1.0,) * len(falling), row=self.costs.per_seen * request.context))
+        wished = sum(lengths[i] for i, _ in weighed)
+        ends = [len(span.seq) for span in spans if span.reaches_end]
+        own_rows = len(ends) + sum(lengths) - wished
+        seconds = self.costs.curve(own_rows + wished + 2)
+        fixed = self.costs.context(sum(ends), sum(ends))
+        decision = best_budgets(wishes, own_rows, len(ends), seconds, wished, fixed)
+        kept_rows = own_rows + sum(decision.budgets)
+        more = max(0.0, seconds[kept_rows + 1] - seconds[kept_rows])
+        for (i, request), wish, kept in zip(weighed, wishes, decision.budgets, strict=True):
             request.trusted = kept
-            if kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0):
+            dropped = kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0)
+            if dropped and request.account >= more + wish.row:
                 # A row more now and then, so that what is never kept is not forgotten.
-                cost = max(0.0, seconds(own_rows + kept + 1) - seconds(own_rows + kept))
-                if request.account >= cost:
-                    request.account -= cost
-                    kept += 1
+                request.account -= more + wish.row
+                kept += 1
             lengths[i] = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
-            request.expected = sum(wish.survival[:kept]) / request.luck
-        return lengths
+            request.expected = sum(wish.survival[:kept]) / request.luck.ratio
 
     def observe(self, record: StepRecord) -> None:
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
         if not record.prompt_rows and rows:
             times = record.times
-            self.costs.observe(rows, self._context, times.forward, times.total - times.forward - times.draft)
-        self._learn_draft_costs(record)
-        per_row = earned = spent = 0.0  # seconds of a draft row in the pass
-        if record.draft_rows and not record.prompt_rows:
-            more = self.costs.step(rows, self._context) - self.costs.step(record.decode_rows, self._context)
+            other = times.total - times.forward - times.draft
+            self.costs.observe(rows, self._read, self._seen, times.forward, other)
+        if record.draft_seconds:
+            self._drafted += 1
+            if self._drafted < 64 or not self._drafted % 4:  # then they are known well: it takes time too
+                self._learn_draft_costs(record)
+        per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
+        drafting = False
+        if record.draft_rows:
+            seconds = self.costs.curve(record.decode_rows + record.draft_rows)
+            more = seconds[record.decode_rows + record.draft_rows] - seconds[record.decode_rows]
             per_row = more / record.draft_rows
         for span in record.spans:
             request = self._requests.get(span.seq_id)
@@ -221,11 +263,15 @@ class AutoLength(DraftController):
                 continue
             self._recent = request
             cost = self._learn(request, span, per_row)
+            drafting = drafting or (request.trusted > 0 and not request.probing)
             own = (span.emitted * self._token_seconds, self._token_seconds + cost)
             earned, spent = earned + own[0], spent + own[1]
             choice = self._choices.get(request.kind)
             if choice is not None:
                 choice.speeds.setdefault(request.drafter, Speed()).add(*own)
+        self._share += 0.03 * (drafting - self._share)
+        if self._share < OFF if self._on else self._share > ON:
+            self._on, self._changed = not self._on, time.perf_counter()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
@@ -238,7 +284,7 @@ class AutoLength(DraftController):
             return SpecStatus(False, "no request yet", "", 0.0)
         survival, _ = self._drafters[request.drafter].survival.estimate(8)
         speedup = self._speed.ratio
-        reason = f"an estimated {speedup:.2f} times as fast as plain decoding" if self._on else request.reason
+        reason = f"an estimated {speedup:.2f} times as fast as plain decoding" if self._on else request.reason or IDLE
         return SpecStatus(
             self._on,
             reason,
@@ -256,27 +302,31 @@ class AutoLength(DraftController):
         request = self._requests.get(seq.id)
         if request is None or request.drafter != name:
             drafter = self._drafters.setdefault(name, _Drafter())
-            survival = Survival(memory=MEMORY, pull=6, prior=drafter.survival)
-            request = self._requests[seq.id] = _Request(name, survival, _kind(seq.params))
+            survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
+            luck = Luck(LUCK_MEMORY, drafter.luck.ratio)
+            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, _kind(seq.params))
             request.account = GRANT * self._token_seconds
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
         return request
 
-    def _wish(self, request: _Request, budget: int) -> Wish:
-        drafter, depth = self._drafters[request.drafter], min(budget, self.longest)
+    def _wish(self, request: _Request, span: Span) -> Wish:
+        if request.wish is not None and (len(request.wish.survival) <= span.budget):
+            return request.wish
+        drafter, depth = request.known, min(span.budget, self.longest)
         survival, presence = request.survival.estimate(depth)
-        survival, presence = survival[:depth], presence[:depth]
-        doubt = 0.0 if request.on is None else DOUBT if request.on else -DOUBT
-        survival = [s + doubt * math.sqrt(s * (1 - s) / (2 * MEMORY)) for s in survival]
+        row = self.costs.per_seen * len(span.seq)
         if drafter.whole and depth:
-            each = sum(s * p for s, p in zip(survival, presence, strict=True)) / depth
-            return Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope)
-        return Wish([chance for chance in survival if chance > FAINT], presence, drafter.cost.base, drafter.cost.slope)
-
-    def _pay_in(self, request: _Request, most: float) -> None:
-        """A step's share goes to the request's account, which holds a token's time or ``most`` seconds at most."""
-        request.account = min(request.account + SHARE * self._token_seconds, max(self._token_seconds, most))
+            each = sum(s * p for s, p in zip(survival[:depth], presence, strict=False)) / depth
+            wish = Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope, row)
+        else:
+            doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
+            if request.on:
+                doubt = DOUBT / math.sqrt(PULL + request.survival.known)
+            chances = [s + doubt * math.sqrt(s * (1 - s)) for s in survival[:depth] if s]
+            wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
+        request.wish = wish
+        return wish
 
     def _learn_draft_costs(self, record: StepRecord) -> None:
         for name, seconds in record.draft_seconds.items():
@@ -289,19 +339,24 @@ class AutoLength(DraftController):
         """What a draft was worth, and the seconds that it cost."""
         if not request.asked:
             return 0.0
-        drafter = self._drafters[request.drafter]
+        drafter = request.known
         trusted = min(request.trusted, span.drafted)
         request.survival.add(request.asked, trusted, [row for row in span.path if row < trusted])
         request.drafts += 1
-        request.news += request.probing or request.drafts % NEWS == 0
+        if request.probing or request.drafts <= 4 or request.drafts % NEWS == 0:
+            request.wish = None
+            self._news += 1
         if request.confidence:
             drafter.calibration.add(request.confidence, span.path)
-            request.foreseen += 0.03 * (4 - request.foreseen) + request.expected
-            request.accepted += 0.03 * (4 - request.accepted) + span.accepted
-        cost = drafter.cost.at(request.asked) + per_row * max(0, span.rows - 1)
+            request.luck.add(request.expected, span.accepted)
+            request.weighed += 1
+            if request.weighed <= TOLD:
+                drafter.luck.add(request.expected, span.accepted)
+        per_row += self.costs.per_seen * request.context
+        cost = drafter.cost.at(request.asked) + per_row * request.sent
         if request.probing:
             won = span.accepted * self._token_seconds
-            request.account = max(0.0, min(request.account - cost + won, max(self._token_seconds, 1.5 * cost)))
+            request.account = min(request.account - cost + won, max(self._token_seconds, 1.5 * cost))
         request.asked = 0
         return cost
 

@@ -8,30 +8,37 @@ from dataclasses import dataclass
 
 MOST = 4.0
 """A time so many times the expected one is taken for a paused process or the like, and counts as this much."""
+NEAR = 0.15
+"""One over the passes that are compared with regard to context: few, for the machine's speed may change."""
+LITTLE = 0.004
+"""A mean square of the share of context that tells little."""
+FORGOTTEN = 0.001
+"""Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
+REDRAWN = 32
+"""Steps after which the curve of costs is drawn anew."""
 
 
 @dataclass(frozen=True)
 class CostTable:
-    """Seconds of a forward pass by its number of ``rows``, at the context ``context``, and how they grow with it.
+    """Seconds of a forward pass: by its number of ``rows`` without any context, and what context adds.
 
-    ``per_token[i]`` is what a token more of context adds at ``rows[i]``. Between the rows, and behind the last, it goes
-    on in straight lines.
+    A sequence's KV is read once for all of its rows: ``per_read`` seconds for each of its tokens. And each row attends
+    to it: ``per_seen`` seconds for each token that a row sees. So eight rows of one sequence cost less than a row of
+    eight. Between the ``rows``, and behind the last, ``seconds`` goes on in straight lines.
     """
 
     rows: tuple[int, ...]
     seconds: tuple[float, ...]
-    per_token: tuple[float, ...]
-    context: int
+    per_read: float = 0.0
+    per_seen: float = 0.0
 
-    def at(self, rows: float, context: float) -> float:
-        """Seconds of a pass of ``rows`` over sequences of ``context`` tokens."""
-        more = context - self.context
+    def at(self, rows: float) -> float:
+        """Seconds of a pass of ``rows``, context excepted."""
         i, share = place(self.rows, rows)
         if not i:
-            return self.seconds[0] + more * self.per_token[0]
-        low = self.seconds[i - 1] + more * self.per_token[i - 1]
-        high = self.seconds[i] + more * self.per_token[i]
-        return max(low + (high - low) * share, 0.1 * self.seconds[0])
+            return self.seconds[0]
+        low = self.seconds[i - 1]
+        return max(low + (self.seconds[i] - low) * share, 0.1 * self.seconds[0])
 
 
 def place(grid: Sequence[int], value: float) -> tuple[int, float]:
@@ -78,61 +85,87 @@ class Line:
 class Costs:
     """Predicts the seconds of a step from its rows and context, and learns from every step without prompt rows.
 
-    A forward pass takes what the table says, times how fast the machine is now (which moves quickly), times a
-    correction by number of rows (which moves slowly): a slower hour makes no number of rows look worse than another.
+    A forward pass takes what the table says, times how fast the machine is now, which moves quickly. Slowly move a
+    correction of the part without context by its number of rows, and one of the part of context: a slower hour makes no
+    number of rows look worse than another, and neither does a long text.
     """
 
     def __init__(self, table: CostTable) -> None:
         self.table = table
         self.speed = 1.0  # seconds a second of the table
         self.corrections = [1.0] * len(table.rows)
+        self._places: list[tuple[int, float, float]] = []  # by rows: where it lies in the table, and what it says
+        self.weight = 1.0  # of context
+        self._share, self._spread = 0.0, 0.0  # of context in the last passes: its mean, and its mean square from that
+        self._ratio = 1.0  # the speed of the last passes
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
-        self._band = -1.0
         self._age = 0
-        self.drawn = 0  # changes with the curve
         self._seen = 0
 
-    def forward(self, rows: float, context: float) -> float:
+    @property
+    def per_seen(self) -> float:
+        """Seconds of a row for each token of context that it sees."""
+        return self.speed * self.weight * self.table.per_seen
+
+    def context(self, read: float, seen: float) -> float:
+        """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
+        return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
+
+    def forward(self, rows: int, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
-        return self.table.at(rows, context) * self._correction(rows) * self.speed
+        return self.speed * self._bare(rows) + self.context(read, seen)
 
-    def _correction(self, rows: float) -> float:
-        i, share = place(self.table.rows, rows)
+    def _bare(self, rows: int) -> float:
+        """Seconds of a pass on the table's machine, context excepted, by what was learnt about these rows."""
+        while len(self._places) <= rows:
+            n = len(self._places)
+            self._places.append((*place(self.table.rows, n), self.table.at(n)))
+        i, share, seconds = self._places[rows]
         if not i:
-            return self.corrections[0]
-        return self.corrections[i - 1] + (self.corrections[i] - self.corrections[i - 1]) * min(share, 1.0)
+            return seconds * self.corrections[0]
+        low = self.corrections[i - 1]
+        return seconds * (low + (self.corrections[i] - low) * min(share, 1.0))
 
-    def step(self, rows: float, context: float) -> float:
-        """Seconds of a step of up to a few hundred rows, drafting excepted, by a curve that is drawn now and then."""
-        band = self.banded(context)
-        if band != self._band or self._age >= 32:
-            self._curve, self._band, self._age = [], band, 0
-            self.drawn += 1
-        whole = int(rows)
-        while len(self._curve) < whole + 2:
+    def curve(self, rows: int) -> Sequence[float]:
+        """Seconds of a step by its rows, up to ``rows`` at least, drafting and context excepted.
+
+        It is drawn anew now and then only.
+        """
+        if self._age >= REDRAWN:
+            self._curve, self._age = [], 0
+        while len(self._curve) <= rows:
             n = len(self._curve)
-            self._curve.append(self.forward(n, band) + self.other.at(n))
-        low = self._curve[whole]
-        return low + (self._curve[whole + 1] - low) * (rows - whole)
+            self._curve.append(self.speed * self._bare(n) + self.other.at(n))
+        return self._curve
 
-    @staticmethod
-    def banded(context: float) -> float:
-        """The context that stands for all about as long."""
-        return (int(context) | 63) - 31.5
-
-    def observe(self, rows: int, context: float, forward: float, other: float) -> None:
+    def observe(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor
         draft."""
         self._age += 1
         self.other.add(rows, other)
-        ratio = forward / self.table.at(rows, context)
-        expected = self.speed * self._correction(rows)
+        own = self._bare(rows)  # the part without context
+        i, share, _ = self._places[rows]
+        nearest = i if share > 0.5 or not i else i - 1
+        expected = own + self.weight * (self.table.per_read * read + self.table.per_seen * seen)
+        ratio = forward / expected
         self._seen += 1
         if self._seen > 8:
-            ratio = min(max(ratio, expected / MOST), expected * MOST)
-        self.speed += max(0.05, 1 / self._seen) * (ratio / self._correction(rows) - self.speed)
-        i, share = place(self.table.rows, rows)
-        nearest = i if share > 0.5 or not i else i - 1
-        own = self.corrections[nearest]
-        self.corrections[nearest] = min(max(own + 0.01 * (ratio / self.speed - own), 0.5), 2.0)
+            ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
+        rate = max(0.05, 1 / self._seen)
+        missed = 0.01 * (ratio / self.speed - 1) if self._seen > 8 else 0.0
+        self.speed += rate * (ratio - self.speed)
+        correction = self.corrections[nearest] * (1 + missed * own / expected)
+        self.corrections[nearest] = _within(correction + FORGOTTEN * (1 - correction), 2.0)
+        # Passes with a larger share of context than those just before tell what it costs, in proportion to how much
+        # larger (normalised least mean squares).
+        more, late = 1 - own / expected - self._share, ratio / self._ratio - 1
+        self._share += NEAR * more
+        self._ratio += NEAR * (ratio - self._ratio)
+        self._spread += 0.01 * (more * more - self._spread)
+        step = 0.01 * min(max(late, -0.2), 0.2) * more / (self._spread + LITTLE)
+        self.weight = _within(self.weight * (1 + step), 8.0)
+
+
+def _within(factor: float, most: float) -> float:
+    return min(max(factor, 1 / most), most)

@@ -7,7 +7,7 @@ a measured curve with steps, so that goodput may fall and rise again on the way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -17,13 +17,15 @@ class Wish:
 
     ``survival[i]`` is the chance that draft row i is accepted where there is one, and never rises with i;
     ``presence[i]`` the chance that the drafter fills that row when it may. Asking the drafter costs ``first`` seconds,
-    and ``each`` more for every row that it is asked for.
+    and ``each`` more for every row that it is asked for. A row that is there costs ``row`` seconds beyond what a row
+    of any sequence costs: those for this one's context.
     """
 
     survival: Sequence[float]
     presence: Sequence[float]
     first: float = 0.0
     each: float = 0.0
+    row: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -36,24 +38,32 @@ class Decision:
 
 
 def best_budgets(
-    wishes: Sequence[Wish], rows: int, tokens: float, seconds: Callable[[float], float], room: int
+    wishes: Sequence[Wish], rows: int, tokens: float, seconds: Sequence[float], room: int, fixed: float = 0.0
 ) -> Decision:
     """The budgets with the highest goodput, of at most ``room`` rows together.
 
-    Without drafts the step has ``rows`` rows and yields ``tokens``; ``seconds`` is the time of a step by its rows, the
-    drafters' own time excepted. Where nothing is gained no row is admitted.
+    Without drafts the step has ``rows`` rows and yields ``tokens``. A step of n rows takes ``seconds[n]`` and
+    ``fixed``, what the wishes say excepted; ``seconds`` reaches further by a row at least than all that may be
+    admitted. Where nothing is gained no row is admitted.
     """
     # The rows of one draft are there together or not at all, those of different drafts are taken at their average.
-    order = sorted((-chance, r, i) for r, wish in enumerate(wishes) for i, chance in enumerate(wish.survival))
-    plain = best = tokens / seconds(rows)
+    order = [(-chance, r, i) for r, wish in enumerate(wishes) for i, chance in enumerate(wish.survival)]
+    if len(wishes) > 1:
+        order.sort()
+    time = seconds[rows] + fixed
+    plain = best = tokens / time
     expected = [0.0] * len(wishes)
-    filled, time, taken = float(rows), seconds(rows), 0
+    filled, taken = float(rows), 0
     for n, (minus_chance, r, i) in enumerate(order[:room], 1):
         wish = wishes[r]
         there = wish.presence[i]
         tokens -= minus_chance * there
         before = filled - expected[r] + i
-        time += there * (seconds(before + 1) - seconds(before)) + (wish.each if i else wish.first + wish.each)
+        low = int(before)
+        one, share = seconds[low + 1] - seconds[low], before - low
+        if share:
+            one += share * (seconds[low + 2] - seconds[low + 1] - one)
+        time += there * (one + wish.row) + (wish.each if i else wish.first + wish.each)
         expected[r] += there
         filled += there
         if tokens > best * time:

@@ -29,12 +29,16 @@ logger = logging.getLogger("outrider")
 
 ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16, 17, 20, 24, 32, 48, 64)
 """Numbers of rows that are measured; kernels change their ways around the multiples of 16."""
-FEW_ROWS = (1, 4, 16, 64)
-"""Those that are measured at a long context too: what a token of context adds is smooth in the rows."""
 CONTEXTS = (64, 1024)
+LONG = ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1), (8, 2))
+"""Sequences, and rows of each, that are measured at a long context too: for what it costs by sequence and by row."""
+FORMAT = 2
+"""Of the kept tables; others are measured anew."""
 ROUNDS = 5
+FEWEST = 4
+"""Passes that are timed at least, however slow."""
 PATIENCE = 1.6
-"""Seconds after which no further pass is timed, once each number of rows was (or, for a slow model, a few were)."""
+"""Seconds after which no further pass is timed, once each pass was timed (or, for a slow model, the fewest were)."""
 STEADY = 1.15
 """Of the two shortest times of a pass one may be so many times the other where nothing else keeps the machine busy."""
 BUMP = 1.1
@@ -70,29 +74,31 @@ def cost_table(target: LoadedModel, runner: Runner, slots: int, progress: Progre
 def measure(
     runner: Runner, slots: int, tell: Callable[[int, int], None], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[CostTable, bool]:
-    """Times passes of one sequence, number of rows by number of rows, several rounds; and whether they agreed.
+    """Times passes of one sequence, number of rows by number of rows, and some of several and long ones, in several
+    rounds; and whether they agreed.
 
     What disturbs a pass only ever makes it longer. So its figure is its shortest time, and no greater than that of a
     pass of more rows.
     """
-    short, long = (min(c, runner.decoder.config.max_position - ROWS[-1], slots - ROWS[-1]) for c in CONTEXTS)
-    short = max(short, 1)
-    pairs = [(rows, short) for rows in ROWS] + [(rows, long) for rows in FEW_ROWS if long > 2 * short]
-    pairs = [(rows, context) for rows, context in pairs if context + rows <= slots]
-    times: dict[tuple[int, int], list[float]] = {}
+    most = min(runner.decoder.config.max_position, slots) - ROWS[-1]
+    short, long = (max(1, min(context, most)) for context in CONTEXTS)
+    passes = [(1, rows, short) for rows in ROWS]
+    passes += [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
+    passes = [(n, rows, context) for n, rows, context in passes if context + rows <= slots]
+    times: dict[tuple[int, int, int], list[float]] = {}
     begin = clock()
-    runner.forward([_span(runner, *pairs[0])])  # the first pass of all is slow
-    for n in range(ROUNDS):
-        for i, pair in enumerate(pairs):
-            if clock() - begin > PATIENCE and (n or len(times) >= len(FEW_ROWS)):
+    runner.forward(_spans(runner, *passes[0]))  # the first pass of all is slow
+    for turn in range(ROUNDS):
+        for i, which in enumerate(passes):
+            if clock() - begin > PATIENCE and (turn or len(times) >= FEWEST):
                 break
             before = clock()
-            runner.forward([_span(runner, *pair)])
+            runner.forward(_spans(runner, *which))
             _finish(runner)
-            times.setdefault(pair, []).append(clock() - before)
-            tell(n * len(pairs) + i + 1, ROUNDS * len(pairs))
-    tell(ROUNDS * len(pairs), ROUNDS * len(pairs))
-    return _table({pair: min(own) for pair, own in times.items()}, short, long), _steady(list(times.values()))
+            times.setdefault(which, []).append(clock() - before)
+            tell(turn * len(passes) + i + 1, ROUNDS * len(passes))
+    tell(ROUNDS * len(passes), ROUNDS * len(passes))
+    return _table({which: min(own) for which, own in times.items()}), _steady(list(times.values()))
 
 
 def _steady(times: Sequence[Sequence[float]]) -> bool:
@@ -101,35 +107,67 @@ def _steady(times: Sequence[Sequence[float]]) -> bool:
     return 2 * len(agreeing) > len(times)
 
 
-def _table(seconds: dict[tuple[int, int], float], short: int, long: int) -> CostTable:
-    rows = tuple(n for n in ROWS if (n, short) in seconds)
-    both = [n for n in FEW_ROWS if (n, short) in seconds and (n, long) in seconds and long > short]
-    slopes = [max(0.0, seconds[n, long] - seconds[n, short]) / (long - short) for n in both]
-    per_token = CostTable(tuple(both), tuple(slopes), (0.0,) * len(both), 0) if both else None
-    rising = [seconds[n, short] for n in rows]
+def _table(seconds: dict[tuple[int, int, int], float]) -> CostTable:
+    """From the times by sequences, rows of each, and context."""
+    short = next(iter(seconds))[2]
+    rows = tuple(rows for n, rows, context in seconds if (n, context) == (1, short))
+    rising = [seconds[1, n, short] for n in rows]
     for i in range(len(rows) - 2, -1, -1):
         rising[i] = min(rising[i], BUMP * rising[i + 1])
-    return CostTable(
-        rows=rows,
-        seconds=tuple(rising),
-        per_token=tuple(per_token.at(n, 0) if per_token else 0.0 for n in rows),
-        context=short,
+    bare = CostTable(rows, tuple(rising))
+    added = {
+        (n, each): (took - bare.at(n * each)) / (context - short)
+        for (n, each, context), took in seconds.items()
+        if context != short
+    }
+    per_read, per_seen = _context_costs(added)
+    # What is left is without context; it is taken to be the same for as many rows of several sequences.
+    left = tuple(
+        max(took - short * (per_read + n * per_seen), 0.1 * took) for n, took in zip(rows, rising, strict=True)
     )
+    return CostTable(rows, left, per_read, per_seen)
 
 
-def _span(runner: Runner, rows: int, context: int) -> Span:
-    """One sequence of ``context`` tokens whose newest one is computed with ``rows`` - 1 draft rows."""
-    blocks = -(-(context + rows) // runner.block_size)
-    seq = Seq(
-        id=-1,
-        tokens=[0] * context,
-        n_prompt=context,
-        params=SamplingParams(),
-        spec=SpecParams(),
-        seed=0,
-        blocks=list(range(blocks)),
-    )
-    return Span(seq, context - 1, 1, rows - 1, Draft.chain([0] * (rows - 1)))
+def _context_costs(added: dict[tuple[int, int], float]) -> tuple[float, float]:
+    """Of a token of context, the seconds by sequence and by row, neither negative: least squares of the relative errors
+    over what was ``added`` by sequences and rows of each."""
+    points = [(n / slope, n * each / slope) for (n, each), slope in added.items() if slope > 0]
+    nn, nr, rr = (sum(p[i] * p[j] for p in points) for i, j in ((0, 0), (0, 1), (1, 1)))
+    n, r = sum(p[0] for p in points), sum(p[1] for p in points)
+    if not points:
+        return 0.0, 0.0
+    by_sequence = (n * rr - r * nr) / (nn * rr - nr * nr) if nn * rr - nr * nr > 1e-9 * nn * rr else -1.0
+    by_row = (r - by_sequence * nr) / rr
+    if by_sequence < 0:
+        return 0.0, r / rr
+    return (by_sequence, by_row) if by_row >= 0 else (n / nn, 0.0)
+
+
+def _slots(runner: Runner, rows: int, context: int) -> int:
+    return -(-(context + rows) // runner.block_size) * runner.block_size
+
+
+def _spans(runner: Runner, n: int, rows: int, context: int) -> list[Span]:
+    """``n`` sequences of ``context`` tokens, whose newest ones are computed with ``rows`` - 1 draft rows each."""
+    blocks = _slots(runner, rows, context) // runner.block_size
+    return [
+        Span(
+            Seq(
+                id=-1 - i,
+                tokens=[0] * context,
+                n_prompt=context,
+                params=SamplingParams(),
+                spec=SpecParams(),
+                seed=0,
+                blocks=list(range(i * blocks, (i + 1) * blocks)),
+            ),
+            context - 1,
+            1,
+            rows - 1,
+            Draft.chain([0] * (rows - 1)),
+        )
+        for i in range(n)
+    ]
 
 
 def _finish(runner: Runner) -> None:
@@ -143,6 +181,7 @@ def _key(target: LoadedModel, runner: Runner) -> dict[str, Any]:
     shape = {k: str(v) for k, v in dataclasses.asdict(target.config).items() if k != "eos_ids"}
     device = str(decoder.device)
     return {
+        "format": FORMAT,
         "outrider": __version__,
         "model": shape,
         "weight_bytes": decoder.weight_bytes,
@@ -170,11 +209,13 @@ def _read(path: Path, key: dict[str, Any]) -> CostTable | None:
         document = json.loads(path.read_text(encoding="utf-8"))
         if document["key"] != key:
             return None
-        rows, seconds, per_token = (tuple(document[name]) for name in ("rows", "seconds", "per_token"))
-        sound = len(rows) == len(seconds) == len(per_token) and rows[0] == 1 and min(seconds) > 0
-        if not sound or not all(isinstance(x, (int, float)) and 0 <= x < 1e6 for x in (*seconds, *per_token)):
+        rows, seconds = tuple(document["rows"]), tuple(document["seconds"])
+        per_read, per_seen = document["per_read"], document["per_seen"]
+        numbers = (*seconds, per_read, per_seen)
+        sound = len(rows) == len(seconds) and rows[0] == 1 and min(seconds) > 0
+        if not sound or not all(isinstance(x, (int, float)) and 0 <= x < 1e6 for x in numbers):
             raise ValueError("its numbers make no sense")
-        return CostTable(rows, seconds, per_token, int(document["context"]))
+        return CostTable(rows, seconds, per_read, per_seen)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, IndexError) as error:

@@ -12,10 +12,11 @@ from outrider.core.errors import SettingError
 from outrider.core.params import SpecParams
 from outrider.engine.llm import build_engine, spec_of
 from outrider.engine.request import RequestOutput
-from outrider.spec.auto import AutoLength
+from outrider.spec.auto import AGED, AutoLength
 from outrider.spec.controller import FixedLength
-from outrider.spec.costs import Costs
+from outrider.spec.costs import REDRAWN, Costs, Line
 from outrider.spec.registry import spec_from_mapping
+from outrider.spec.survival import Survival
 from tests.engine.drafters import context_for, registered
 from tests.engine.harness import assert_same, finish, greedy, make_engine, plain, prompt_of, run_all, toy_target
 from tests.spec.simulator import cpu_pass, table_of
@@ -40,8 +41,12 @@ class Restless(AutoLength):
 
     def budgets(self, spans, rows):  # type: ignore[no-untyped-def]
         self.costs.corrections[1:] = [next(self._turn)] * (len(self.costs.corrections) - 1)
-        self.costs.step(1, -1.0)  # draws the curve anew
-        self._facts = []
+        self.costs._age, self.costs.speed = REDRAWN, 1.0
+        for drafter in self._drafters.values():
+            drafter.cost = Line(100)  # it costs nothing: a busy machine must not stop it
+        for request in self._requests.values():
+            request.survival = Survival(memory=100, pull=4)  # nor what came of its drafts
+        self._age = AGED
         self._token_seconds = 1.0
         lengths = super().budgets(spans, rows)
         self.lengths |= set(lengths)

@@ -21,7 +21,7 @@ ROWS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32, 48, 64)
 
 def table_of(pass_seconds: Callable[[int], float], rows: tuple[int, ...] = ROWS) -> CostTable:
     """The measured table that tells the truth about ``pass_seconds``."""
-    return CostTable(rows, tuple(pass_seconds(n) for n in rows), (0.0,) * len(rows), 64)
+    return CostTable(rows, tuple(pass_seconds(n) for n in rows))
 
 
 def cpu_pass(rows: int) -> float:

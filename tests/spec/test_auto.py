@@ -11,9 +11,10 @@ from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span, SpanRecord, StepRecord, StepTimes
-from outrider.spec.auto import TOO_BUSY, TOO_LITTLE, AutoLength
+from outrider.spec.auto import IDLE, TOO_BUSY, TOO_LITTLE, AutoLength
 from outrider.spec.choice import EVERY
 from outrider.spec.costs import Costs
+from outrider.spec.goodput import best_budgets
 from tests.spec.simulator import Simulator, cpu_pass, table_of
 
 OTHER = 0.12e-3
@@ -206,3 +207,74 @@ def test_the_best_of_several_drafters_serves_and_the_others_are_tried_now_and_th
     right["good"], right["bad"] = 0.1, 0.8
     del speeds["none"]
     assert serve(controller, speeds, 300)[-60:].count("bad") > 50, "a drafter that has become better replaces it"
+
+
+def test_deciding_is_rare_and_a_step_without_news_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    monkeypatch.setattr("outrider.spec.auto.best_budgets", lambda *args: calls.append(1) or best_budgets(*args))
+    for n, acceptance, most in ((1, 0.8, 0.25), (8, 0.8, 0.4), (1, 0.02, 0.1), (8, 0.02, 0.4)):
+        run = Simulator(auto(), lambda _, acceptance=acceptance: acceptance, n=n)
+        run.run(2)
+        calls.clear()
+        steps = run.steps
+        run.run(2)
+        assert len(calls) < most * (run.steps - steps)
+
+
+def test_a_step_with_a_prompt_in_it_is_not_taken_for_a_slow_plain_one() -> None:
+    controller = auto()
+    seq = Sequence(0, [1] * 500, 500, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
+    span = Span(seq, 0, 500, 4)
+    (span.budget,) = controller.budgets([span], 99)
+    span.draft = Draft.chain([1] * span.budget)
+    controller.trim([span])
+    n = span.budget
+    record = SpanRecord(0, "look", 500 + n, n, span.draft.depths, n, 1 + n, path=tuple(range(n)))
+    times = StepTimes(1e-5, 1e-4, 0.4, 1e-5, 1e-5)
+    controller.observe(StepRecord(times, 499, 1, n, (record,), 0, 0, 1, 0, {"look": 1e-4}))
+    assert n
+    status = controller.status
+    assert status.earned == pytest.approx((1 + n) * (OTHER + cpu_pass(1)), rel=0.1), "plain decoding's time of a token"
+    assert status.spent < status.earned
+
+
+def one_request(controller: AutoLength, number: int, right: float, found: float, steps: int = 100) -> float:
+    """A request of so many plain steps; its speed over plain decoding's."""
+    run = Simulator(controller, lambda _: right, presence=lambda _: found, first_id=number, seed=number)
+    while run.tokens < steps:
+        run.step()
+    return run.tokens * (OTHER + cpu_pass(1)) / run.now
+
+
+def test_requests_that_follow_copies_and_are_noise_lose_little_and_copies_that_follow_are_fast() -> None:
+    controller, numbers = auto(), itertools.count()
+    first = [one_request(controller, next(numbers), 0.85, 0.9) for _ in range(10)]
+    noise = [one_request(controller, next(numbers), 0.01, 0.2) for _ in range(12)]
+    assert not controller.status.on
+    again = [one_request(controller, next(numbers), 0.85, 0.9) for _ in range(10)]
+    assert controller.status.on
+    assert min(noise) > 0.93, "each new request has to find out for itself"
+    assert sum(noise[-5:]) / 5 > sum(noise[:5]) / 5 + 0.005, "but the ones before it have warned it"
+    assert sum(again[1:]) / 9 > 0.95 * sum(first[1:]) / 9
+
+
+def test_what_is_lost_to_probes_is_a_small_share() -> None:
+    """A drafter that never is right, of each kind, over a long answer."""
+    for costs in ({"look_up": 0.1e-3}, {"look_up": 0.0, "per_row": 0.6e-3}):
+        run = Simulator(auto(), lambda _: 0.0, **costs)
+        run.run(2)
+        plain = 1 / (OTHER + cpu_pass(1))
+        assert run.run(20) > 0.99 * plain
+
+
+def test_it_is_said_to_be_off_where_it_looks_for_drafts_and_finds_none() -> None:
+    controller = auto()
+    found = {"chance": 1.0}
+    run = Simulator(controller, lambda _: 0.9, presence=lambda _: found["chance"])
+    run.run(1)
+    assert controller.status.on
+    found["chance"] = 0.0
+    assert budget_is(run, False, 2.0)
+    assert controller.status.reason in (IDLE, TOO_LITTLE)
+    found["chance"] = 1.0
+    assert budget_is(run, True, 5.0)

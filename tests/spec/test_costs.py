@@ -17,15 +17,21 @@ from outrider.spec.costs import Costs, CostTable, Line
 from tests.spec.simulator import cpu_pass, table_of
 from tests.toy import toy_model
 
-TABLE = CostTable((1, 2, 4), (1.0, 2.0, 3.0), (0.01, 0.02, 0.04), 100)
+TABLE = CostTable((1, 2, 4), (1.0, 2.0, 3.0), 0.01, 0.02)
 
 
 def test_the_table_goes_in_straight_lines() -> None:
-    assert [TABLE.at(n, 100) for n in (1, 2, 3, 4, 6)] == [1.0, 2.0, 2.5, 3.0, 4.0]
-    assert TABLE.at(1, 200) == pytest.approx(2.0)
-    assert TABLE.at(3, 200) == pytest.approx(2.5 + 3.0)
-    assert TABLE.at(1.5, 50) == pytest.approx(1.5 - 0.75)
-    assert CostTable((1,), (2.0,), (0.0,), 1).at(9, 5) == 2.0
+    assert [TABLE.at(n) for n in (0, 1, 1.5, 2, 3, 4, 6)] == [1.0, 1.0, 1.5, 2.0, 2.5, 3.0, 4.0]
+    assert CostTable((1,), (2.0,)).at(9) == 2.0
+
+
+def test_context_is_paid_by_sequence_and_by_row() -> None:
+    """Four rows of one sequence of 100 tokens read its KV once, those of four sequences read four."""
+    costs = Costs(TABLE)
+    assert costs.forward(4, 100, 400) == pytest.approx(3.0 + 1.0 + 8.0)
+    assert costs.forward(4, 400, 400) == pytest.approx(3.0 + 4.0 + 8.0)
+    assert costs.per_seen == 0.02
+    assert list(costs.curve(3)[:4]) == pytest.approx([1.0, 1.0, 2.0, 2.5]), "the curve is without context"
 
 
 def test_it_learns_a_slow_hour_and_one_number_of_rows() -> None:
@@ -34,27 +40,57 @@ def test_it_learns_a_slow_hour_and_one_number_of_rows() -> None:
     for _ in range(3000):
         rows = source.choice((1, 3, 8))
         factor = 3.0 * (1.5 if rows == 8 else 1.0) * source.gauss(1, 0.05)
-        costs.observe(rows, 64, cpu_pass(rows) * factor, 1e-4)
+        costs.observe(rows, 64, 64 * rows, cpu_pass(rows) * factor, 1e-4)
     for rows, factor in ((1, 3.0), (3, 3.0), (8, 4.5)):
-        assert costs.forward(rows, 64) == pytest.approx(cpu_pass(rows) * factor, rel=0.05)
-        assert costs.step(rows, 64) == pytest.approx(cpu_pass(rows) * factor + 1e-4, rel=0.06)
+        assert costs.forward(rows, 64, 64) == pytest.approx(cpu_pass(rows) * factor, rel=0.05)
+        assert costs.curve(rows)[rows] == pytest.approx(cpu_pass(rows) * factor + 1e-4, rel=0.06)
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0, 2.5])
+@pytest.mark.parametrize("n", [1, 8])
+def test_it_learns_what_context_costs_and_a_change_of_speed_does_not_confuse_it(weight: float, n: int) -> None:
+    table = CostTable(table_of(cpu_pass).rows, table_of(cpu_pass).seconds, 6e-7, 6e-7)
+    costs, source, speed = Costs(table), random.Random(0), 1.0
+    contexts = [200] * n
+    for step in range(4000):
+        if source.random() < n / 60:
+            contexts[source.randrange(n)] = source.choice((50, 100, 300, 700, 900))
+        if step % 500 == 0:
+            speed = source.choice((1.0, 1.5, 2.0))
+        drafts, read = source.choice((0, 0, 1, 2, 4)), sum(contexts)
+        seen = read + drafts * contexts[0]
+        seconds = cpu_pass(n + drafts) + weight * 6e-7 * (read + seen)
+        costs.observe(n + drafts, read, seen, speed * seconds * source.gauss(1, 0.1), 1e-4)
+    assert costs.weight == pytest.approx(weight, rel=0.25)
+    assert costs.corrections == pytest.approx([1.0] * len(costs.corrections), abs=0.1)
+    expected = speed * (cpu_pass(n + 4) + weight * 6e-7 * (5000 + 9000))
+    assert costs.forward(n + 4, 5000, 9000) == pytest.approx(expected, rel=0.15)
+
+
+def test_steps_that_are_late_now_and_then_move_no_correction() -> None:
+    """Most plain steps are a little faster than their mean, a few are twice as slow."""
+    costs, source = Costs(table_of(cpu_pass)), random.Random(0)
+    for _ in range(5000):
+        costs.observe(1, 64, 64, cpu_pass(1) * (2.0 if source.random() < 0.1 else 0.9), 1e-4)
+    assert costs.corrections[0] == pytest.approx(1.0, abs=0.1)
+    assert costs.forward(3, 64, 192) == pytest.approx(cpu_pass(3) * 1.01, rel=0.15)
 
 
 def test_a_slow_hour_that_is_only_seen_with_drafts_is_not_blamed_on_them() -> None:
     costs = Costs(table_of(cpu_pass))
     for _ in range(300):
-        costs.observe(8, 64, cpu_pass(8) * 2, 0.0)
-    assert costs.forward(8, 64) == pytest.approx(cpu_pass(8) * 2, rel=0.02)
-    assert costs.forward(1, 64) == pytest.approx(cpu_pass(1) * 2, rel=0.2), "plain steps were slower too"
+        costs.observe(8, 64, 512, cpu_pass(8) * 2, 0.0)
+    assert costs.forward(8, 64, 512) == pytest.approx(cpu_pass(8) * 2, rel=0.02)
+    assert costs.forward(1, 64, 64) == pytest.approx(cpu_pass(1) * 2, rel=0.2), "plain steps were slower too"
 
 
 def test_a_paused_process_does_not_count_for_much() -> None:
     costs = Costs(table_of(cpu_pass))
     for _ in range(50):
-        costs.observe(1, 64, cpu_pass(1), 1e-4)
-    before = costs.step(1, 64)
-    costs.observe(1, 64, 60.0, 60.0)
-    assert costs.forward(1, 64) < 1.2 * before
+        costs.observe(1, 64, 64, cpu_pass(1), 1e-4)
+    before = costs.curve(1)[1]
+    costs.observe(1, 64, 64, 60.0, 60.0)
+    assert costs.forward(1, 64, 64) < 1.2 * before
 
 
 def test_a_line_tells_what_a_call_costs_from_what_a_row_costs() -> None:
@@ -77,25 +113,37 @@ def toy() -> tuple[object, Runner]:
 
 
 def test_measuring_takes_every_number_of_rows_and_stops_in_time(toy: tuple[object, Runner]) -> None:
-    """With a scripted clock: each pass takes a hundredth of a second a row, one of them is disturbed."""
+    """With a scripted clock: a row, a token of KV and a token that a row sees have a price; one pass is disturbed."""
     _, runner = toy
     now, told = [0.0], []
     real = runner.forward
 
     def forward(spans, layers=()):  # type: ignore[no-untyped-def]
-        now[0] += 1e-4 * spans[0].n_rows + 1e-6 * len(spans[0].seq) + (5.0 if len(told) == 30 else 0.0)
+        rows, read = sum(span.n_rows for span in spans), sum(len(span.seq) for span in spans)
+        seen = sum(span.n_rows * len(span.seq) for span in spans)
+        now[0] += 1e-4 * rows + 1e-6 * read + 2e-6 * seen + (5.0 if len(told) == 30 else 0.0)
         return real(spans, layers)
 
     runner.forward = forward  # type: ignore[method-assign]
     table, _ = warmup.measure(runner, 256, lambda done, of: told.append((done, of)), lambda: now[0])
     assert table.rows == warmup.ROWS
-    assert table.seconds == pytest.approx([1e-4 * n + 1e-6 * table.context for n in table.rows])
-    assert table.per_token == pytest.approx([1e-6] * len(table.rows))
+    assert table.seconds == pytest.approx([1e-4 * n for n in table.rows])
+    assert (table.per_read, table.per_seen) == pytest.approx((1e-6, 2e-6))
     assert told[-1][0] == told[-1][1]
     now[0], runner.forward = 0.0, lambda spans, layers=(): now.__setitem__(0, now[0] + 10.0)  # type: ignore
     slow, steady = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
     assert not steady, "once is no proof"
-    assert slow.rows == warmup.ROWS[: len(warmup.FEW_ROWS)], "a slow model is measured at few numbers of rows"
+    assert slow.rows == warmup.ROWS[: warmup.FEWEST], "a slow model is measured at few numbers of rows"
+
+
+@pytest.mark.parametrize(("by_sequence", "by_row"), [(3.0, 1.0), (0.0, 2.0), (2.0, 0.0)])
+def test_context_costs_are_told_apart_and_never_negative(by_sequence: float, by_row: float) -> None:
+    added = {(n, rows): by_sequence * n + by_row * n * rows for n, rows in warmup.LONG}
+    assert warmup._context_costs(added) == pytest.approx((by_sequence, by_row), abs=1e-9)
+    falling = {(n, rows): (5.0 - rows / 8) * n for n, rows in warmup.LONG}
+    assert all(cost >= 0 for cost in warmup._context_costs(falling))
+    assert warmup._context_costs({}) == (0.0, 0.0)
+    assert warmup._context_costs({(1, 1): 2.0}) == pytest.approx((0.0, 2.0))
 
 
 def test_the_table_is_kept_and_damaged_files_are_not_believed(
@@ -136,7 +184,7 @@ def test_a_busy_machine_spoils_little_and_is_not_remembered(
     now, calls = [0.0], itertools.count()
 
     def forward(spans: list[Span], layers: tuple[int, ...] = ()) -> None:
-        rows = spans[0].n_rows
+        rows = sum(span.n_rows for span in spans)
         disturbed = rows == 5 or next(calls) % 5
         now[0] += 1e-4 * rows * (3 if disturbed else 1)
 

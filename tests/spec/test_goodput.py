@@ -12,6 +12,14 @@ from hypothesis import strategies as st
 from outrider.spec.goodput import Wish, best_budgets
 
 
+def drawn(seconds: Callable[[float], float]) -> list[float]:
+    return [seconds(n) for n in range(2000)]
+
+
+FLAT = drawn(lambda rows: 1.0)
+STEP = drawn(lambda rows: 1.0 if rows <= 1 else 2.0)
+
+
 def goodput(
     wishes: Sequence[Wish], budgets: Sequence[int], rows: int, tokens: float, seconds: Callable[[float], float]
 ) -> float:
@@ -40,7 +48,7 @@ def test_no_other_budgets_are_better(survival: list[list[float]], steps: list[fl
         return times[int(rows)]
 
     wishes = [Wish(curve, [1.0] * len(curve), 0.0, each) for curve in survival]
-    chosen = best_budgets(wishes, len(wishes), len(wishes), seconds, room)
+    chosen = best_budgets(wishes, len(wishes), len(wishes), times, room)
     every = itertools.product(*(range(len(curve) + 1) for curve in survival))
     rates = [goodput(wishes, b, len(wishes), len(wishes), seconds) for b in every if sum(b) <= room]
     assert sum(chosen.budgets) <= room
@@ -63,24 +71,35 @@ def test_a_draft_that_is_not_always_there_costs_its_rows_only_then(
     for g in range(1, len(curve) + 1):
         mean = there * times[1 + g] + (1 - there) * times[1] + first
         rates.append((1 + there * sum(curve[:g])) / mean)
-    chosen = best_budgets([Wish(curve, [there] * len(curve), first)], 1, 1, seconds, 99)
+    chosen = best_budgets([Wish(curve, [there] * len(curve), first)], 1, 1, times, 99)
     assert chosen.goodput == pytest.approx(max(rates))
     assert rates[chosen.budgets[0]] == pytest.approx(max(rates))
 
 
 def test_goodput_may_fall_before_it_rises() -> None:
     """Two rows cost as much as five: one draft row does not pay, four do."""
-    decision = best_budgets([Wish([0.8, 0.7, 0.6, 0.5], [1.0] * 4)], 1, 1, lambda n: 1.0 if n <= 1 else 2.0, 9)
+    decision = best_budgets([Wish([0.8, 0.7, 0.6, 0.5], [1.0] * 4)], 1, 1, STEP, 9)
     assert decision.budgets == (4,)
     assert decision.goodput == pytest.approx(3.6 / 2)
-    assert best_budgets([Wish([0.8], [1.0])], 1, 1, lambda n: 1.0 if n <= 1 else 2.0, 9).budgets == (0,)
+    assert best_budgets([Wish([0.8], [1.0])], 1, 1, STEP, 9).budgets == (0,)
 
 
 def test_nothing_is_asked_of_a_drafter_whose_call_costs_more_than_it_brings() -> None:
     wish = Wish([0.5, 0.25], [1.0, 1.0], first=0.8)
-    assert best_budgets([wish], 1, 1, lambda n: 1.0, 9).budgets == (0,)
-    assert best_budgets([Wish([0.5, 0.25], [1.0, 1.0], first=0.7)], 1, 1, lambda n: 1.0, 9).budgets == (2,)
-    assert best_budgets([], 0, 0, lambda n: 1.0, 9).budgets == ()
+    assert best_budgets([wish], 1, 1, FLAT, 9).budgets == (0,)
+    assert best_budgets([Wish([0.5, 0.25], [1.0, 1.0], first=0.7)], 1, 1, FLAT, 9).budgets == (2,)
+    assert best_budgets([], 0, 0, FLAT, 9).budgets == ()
+
+
+def test_rows_of_a_long_text_cost_more() -> None:
+    """Two sequences that are as likely to accept; a row of the second one costs as much as a step."""
+    short, long = Wish([0.6, 0.36], [1.0] * 2, row=0.1), Wish([0.6, 0.36], [1.0] * 2, row=1.0)
+    assert best_budgets([short], 1, 1, FLAT, 9).budgets == (2,)
+    assert best_budgets([long], 1, 1, FLAT, 9).budgets == (0,)
+    alone = best_budgets([short], 1, 1, FLAT, 9, fixed=3.0)
+    assert alone.plain == pytest.approx(1 / 4)
+    assert alone.goodput == pytest.approx(1.96 / 4.2)
+    assert best_budgets([long], 1, 1, FLAT, 9, fixed=3.0).budgets == (2,), "next to a dear step it is cheap"
 
 
 @pytest.mark.parametrize(
@@ -89,7 +108,7 @@ def test_nothing_is_asked_of_a_drafter_whose_call_costs_more_than_it_brings() ->
 def test_the_known_best_lengths_of_a_constant_acceptance(a: float, c: float, best: int, speedup: float) -> None:
     """Leviathan et al.'s formula where rows cost nothing and a draft token costs c passes."""
     wish = Wish([a ** (i + 1) for i in range(30)], [1.0] * 30, 0.0, c)
-    decision = best_budgets([wish], 1, 1, lambda n: 1.0, 30)
+    decision = best_budgets([wish], 1, 1, FLAT, 30)
     assert decision.budgets == (best,)
     assert decision.goodput / decision.plain == pytest.approx(speedup, abs=0.005)
 
@@ -113,8 +132,8 @@ def fitted(batch: int, measured: dict[int, float]) -> Callable[[float], float]:
 
 
 def test_the_published_check_the_best_length_falls_to_zero_with_load() -> None:
-    alone = best_budgets([Wish(PUBLISHED, [1.0] * 5)], 1, 1, fitted(1, {1: 1.49, 3: 1.68, 5: 1.53}), 99)
+    alone = best_budgets([Wish(PUBLISHED, [1.0] * 5)], 1, 1, drawn(fitted(1, {1: 1.49, 3: 1.68, 5: 1.53})), 99)
     assert alone.budgets == (3,)
     assert alone.goodput / alone.plain == pytest.approx(1.68)
     busy = [Wish(PUBLISHED, [1.0] * 5)] * 256
-    assert set(best_budgets(busy, 256, 256, fitted(256, {1: 0.9, 3: 0.79, 5: 0.61}), 9999).budgets) == {0}
+    assert set(best_budgets(busy, 256, 256, drawn(fitted(256, {1: 0.9, 3: 0.79, 5: 0.61})), 9999).budgets) == {0}

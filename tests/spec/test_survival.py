@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.survival import Calibration, Survival
+from outrider.spec.survival import TOLD, Calibration, Luck, Survival
 
 
 def feed(survival: Survival, acceptance: float, presence: float, drafts: int, rows: int, seed: int = 0) -> None:
@@ -40,11 +40,45 @@ def test_it_follows_a_change_within_its_memory() -> None:
 
 def test_a_new_request_begins_at_the_drafters_average_and_then_goes_its_own_way() -> None:
     drafter = Survival(memory=400, pull=4)
-    feed(Survival(60, 6, drafter), 0.8, 0.9, 600, 3)
+    for seed in range(60):
+        feed(Survival(60, 6, drafter), 0.8, 0.9, 10, 3, seed)
     new = Survival(60, 6, drafter)
     assert new.estimate(3)[0][:3] == pytest.approx(drafter.estimate(3)[0][:3])
     feed(new, 0.0, 0.9, 20, 3)
     assert new.estimate(3)[0][2] <= new.estimate(3)[0][0] < 0.35 < drafter.estimate(1)[0][0]
+
+
+def test_a_request_that_gave_up_counts_as_much_for_new_ones_as_one_that_did_not() -> None:
+    """Long answers that copy and short trials that do not, in turn: a new request may expect half of it."""
+    drafter = Survival(memory=200, pull=4)
+    for seed in range(20):
+        feed(Survival(100, 3, drafter), 0.9, 1.0, 400, 1, seed)
+        feed(Survival(100, 3, drafter), 0.0, 1.0, TOLD, 1, seed)
+    assert drafter.estimate(1)[0][0] == pytest.approx(0.45, abs=0.1)
+
+
+def test_luck_is_how_often_a_request_is_right_where_the_drafter_usually_is() -> None:
+    luck = Luck(memory=33)
+    assert luck.ratio == 1.0
+    for _ in range(30):
+        luck.add(1.2, 0)
+    assert luck.ratio < 0.1
+    for _ in range(200):
+        luck.add(1.2, 1.8)
+    assert luck.ratio == pytest.approx(1.5, rel=0.1)
+    new = Luck(memory=33, usual=luck.ratio)
+    assert new.ratio == pytest.approx(luck.ratio)
+    new.add(2.0, 0)
+    assert new.ratio == pytest.approx(luck.ratio / 2)
+
+
+def test_what_is_hardly_ever_accepted_is_not_to_be_asked_for() -> None:
+    survival = Survival(memory=60, pull=3)
+    feed(survival, 0.1, 1.0, 300, 3)
+    chances, presence = survival.estimate(8)
+    assert 0.05 < chances[0] < 0.2
+    assert list(chances[2:]) == [0.0] * 6
+    assert len(presence) == 8
 
 
 def test_what_was_accepted_is_not_forgotten_while_nothing_is_found() -> None:
