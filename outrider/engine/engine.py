@@ -28,6 +28,7 @@ from outrider.models.load import LoadedModel
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
+from outrider.sampling.grammar import Account
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
@@ -131,7 +132,7 @@ class Engine:
         self._next_request += 1
         self._requests[request.id] = request
         seed = fresh_seed() if params.seed is None else params.seed
-        eos_ids = self.target.config.eos_ids
+        eos_ids, account = self.target.config.eos_ids, Account()
         for index in range(params.n):
             seq = Sequence(
                 id=self._next_sequence,
@@ -144,7 +145,7 @@ class Engine:
                 max_len=min(len(prompt_ids) + params.max_tokens, self.limits.max_model_len, self.limits.pool_tokens),
             )
             self._next_sequence += 1
-            answer = Answer(seq, sampler, self._detokenizer(params), eos_ids)
+            answer = Answer(seq, sampler, self._detokenizer(params), eos_ids, account)
             request.answers.append(answer)
             self._request_of[seq.id], self._answer_of[seq.id] = request, answer
             self.scheduler.add(seq)

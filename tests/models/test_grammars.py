@@ -168,7 +168,10 @@ def test_without_the_package(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPat
 
 def test_compiled_once_and_not_kept_for_ever(grammars: Grammars) -> None:
     first = grammars.compile(Grammar("regex", "first"))
-    assert grammars.compile(Grammar("regex", "first", "another name")) is first
+    assert grammars.compile(Grammar("regex", "first")) is first
+    other = grammars.compile(Grammar("regex", "first", "guided_regex"))
+    assert (first.where, other.where) == ("grammar", "guided_regex"), "errors name the field of their own request"
+    assert other._origin is first._origin
     for i in range(MAX_COMPILED):
         grammars.compile(Grammar("regex", f"a{i}"))
     assert grammars.compile(Grammar("regex", "first")) is not first
