@@ -13,7 +13,7 @@ from outrider.sampling.logprobs import TokenLogprob
 from outrider.serve.caller import Caller, new_id
 from outrider.serve.errors import bad_field
 from outrider.serve.logprobs import chat_entries
-from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, spec_of
+from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, spec_of, text_of
 from outrider.serve.reply import Choice, Reply, finish_name
 from outrider.serve.schemas import NO_TOOLS, ChatRequest, Message, Tool
 from outrider.serve.service import Service
@@ -29,12 +29,13 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     if wanted is not None and wanted < 1:
         raise bad_field(param, f"{param} is {wanted}; allowed is a whole number >= 1")
     logprobs = chat_logprobs(request)
-    prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt)
+    service.check_size((text_of(message.content) for message in request.messages), "messages")
+    prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt, bounded=True)
     params = sampling_of(request, longest_answer(wanted, param, None, len(prompt), service.context), logprobs)
     if tools and not request.parallel_tool_calls:
         params = replace(params, stop=(*params.stop, CLOSE))  # one call at most: the answer ends with the first
-    await service.prepare(params)
     spec = await spec_of(request, service, caller.tenant)
+    await service.prepare(params)
     stream = await service.loop.submit([prompt], params, spec, live=request.stream, caller=caller)
     writer = _Writer(service, bool(tools), logprobs is not None)
     if request.stream:
@@ -45,9 +46,14 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
 
 
 async def chat_prompt(
-    service: Service, messages: Sequence[Message], tools: Sequence[Tool], opens_answer: bool, add_bos: bool = False
+    service: Service,
+    messages: Sequence[Message],
+    tools: Sequence[Tool],
+    opens_answer: bool,
+    add_bos: bool = False,
+    bounded: bool = False,
 ) -> list[int]:
-    """A conversation's token ids, up to where the assistant's answer begins."""
+    """A conversation's token ids, up to where the assistant's answer begins; with ``bounded`` if they fit the context."""
     if not messages:
         raise bad_field("messages", "messages is an empty list; allowed is at least one message")
     turns, told = conversation(messages), tool_objects(tools)
@@ -55,7 +61,10 @@ async def chat_prompt(
     if (told or called) and not takes_tools(service.chat_template):
         turns, told = told_in_words(turns, told), []
     text = await service.render(turns, told, opens_answer)
-    return await service.encode(text, add_bos, param="messages")
+    if bounded:
+        service.check_size([text], "messages")
+    (prompt,) = await service.encode([text], add_bos, param="messages")
+    return prompt
 
 
 class _Writer:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.errors import as_api_error
 from outrider.serve.stream import Stream
@@ -39,9 +39,33 @@ class Json(Response):
 
 
 def error_response(error: Exception) -> Response:
-    """Any exception as OpenAI's clients expect it."""
+    """Any exception as OpenAI's clients expect it; one that is the server's own fault goes to the log."""
     shown = as_api_error(error)
+    if shown.status == 500:
+        logger.error("a request failed", exc_info=error)
     return Json(shown.body, shown.status, shown.headers)
+
+
+class Faults:
+    """Makes a response of whatever nobody foresaw, behind all that adds headers to responses."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
 
 
 class EventStream(Response):
