@@ -53,7 +53,7 @@ async def chat_prompt(
     add_bos: bool = False,
     bounded: bool = False,
 ) -> list[int]:
-    """A conversation's token ids, up to where the assistant's answer begins; with ``bounded`` if they fit the context."""
+    """A conversation's token ids, up to where the answer begins; with ``bounded`` only if the context can hold them."""
     if not messages:
         raise bad_field("messages", "messages is an empty list; allowed is at least one message")
     turns, told = conversation(messages), tool_objects(tools)
