@@ -29,8 +29,7 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     if wanted is not None and wanted < 1:
         raise bad_field(param, f"{param} is {wanted}; allowed is a whole number >= 1")
     logprobs = chat_logprobs(request)
-    service.check_size((text_of(message.content) for message in request.messages), "messages")
-    prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt, bounded=True)
+    prompt = await chat_prompt(service, request.messages, tools, request.add_generation_prompt)
     params = sampling_of(request, longest_answer(wanted, param, None, len(prompt), service.context), logprobs)
     if tools and not request.parallel_tool_calls:
         params = replace(params, stop=(*params.stop, CLOSE))  # one call at most: the answer ends with the first
@@ -46,23 +45,18 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
 
 
 async def chat_prompt(
-    service: Service,
-    messages: Sequence[Message],
-    tools: Sequence[Tool],
-    opens_answer: bool,
-    add_bos: bool = False,
-    bounded: bool = False,
+    service: Service, messages: Sequence[Message], tools: Sequence[Tool], opens_answer: bool, add_bos: bool = False
 ) -> list[int]:
-    """A conversation's token ids, up to where the answer begins; with ``bounded`` only if the context can hold them."""
+    """A conversation's token ids, up to where the assistant's answer begins. Raises ApiError if no context has them."""
     if not messages:
         raise bad_field("messages", "messages is an empty list; allowed is at least one message")
+    service.check_size((text_of(message.content) for message in messages), "messages")
     turns, told = conversation(messages), tool_objects(tools)
     called = any("tool_calls" in turn or turn["role"] == "tool" for turn in turns)
     if (told or called) and not takes_tools(service.chat_template):
         turns, told = told_in_words(turns, told), []
     text = await service.render(turns, told, opens_answer)
-    if bounded:
-        service.check_size([text], "messages")
+    service.check_size([text], "messages")
     (prompt,) = await service.encode([text], add_bos, param="messages")
     return prompt
 

@@ -21,6 +21,7 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         tokens = await chat_prompt(service, request.messages, request.tools, request.add_generation_prompt, add_bos)
     else:
         with_bos = None if request.add_special_tokens is not False else False
+        service.check_size([request.prompt or ""], "prompt")
         (tokens,) = await service.encode([request.prompt or ""], with_bos)
     shown = await service.apart(lambda: _names(service, tokens)) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": shown}
@@ -28,6 +29,9 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
+    if len(request.tokens) > service.context:
+        said = f"tokens has {len(request.tokens)} entries; allowed are {service.context}, as the context has"
+        raise bad_field("tokens", said)
     try:
         text = await service.apart(lambda: service.tokenizer.decode(request.tokens, skip_special_tokens=False))
         return {"prompt": text}
