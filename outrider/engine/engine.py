@@ -254,7 +254,8 @@ class Engine:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
         if not span.reaches_end:
             return None
-        seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
+        seq, answer = span.seq, self._answer_of[span.seq.id]
+        method = "coupled" if seq.spec.repeatable else self.spec.rejection_sample_method
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
             return rows.settled(verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method))
