@@ -11,6 +11,7 @@ every token is a step and, in a stream, an event: that is where a server costs m
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import socket
 import statistics
@@ -66,17 +67,23 @@ def compare(args: argparse.Namespace) -> None:
     settings = ServerSettings(port=0)
     started = threading.Event()
     with bind(settings) as bound:
-        server = Server(Service.of(llm.engine, settings), started.set)
+        service = Service.of(llm.engine, settings)
+        server = Server(service, started.set)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         started.wait()
+        events = service.loop._loop
+        assert events is not None
         command = [sys.executable, __file__, "--client", str(bound.getsockname()[1])]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
 
-            def offline() -> float:
+            def generated(_: object) -> float:
                 began = time.perf_counter()
                 llm.generate(PROMPT, params)
                 return time.perf_counter() - began
+
+            def offline() -> float:  # on the engine's thread: nobody else may touch the engine
+                return asyncio.run_coroutine_threadsafe(service.loop.call(generated), events).result()
 
             def asked(**fields: Any) -> float:
                 assert other.stdin is not None
