@@ -18,6 +18,7 @@ logger = logging.getLogger("outrider")
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class ClientGoneError(Exception):
@@ -26,7 +27,7 @@ class ClientGoneError(Exception):
 
 def dumps(value: object) -> bytes:
     """Compact JSON; half of a surrogate pair, which UTF-8 cannot say, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+    return _JSON.encode(value).encode(errors="replace")
 
 
 class Json(Response):
@@ -89,22 +90,18 @@ class EventStream(Response):
             self._stream.close()
 
     async def _send(self, send: Send) -> None:
+        """Sends the frames; an error in their midst is the last one."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for frame in self._guarded():
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _guarded(self) -> AsyncIterator[bytes]:
-        """The frames; an error in their midst is the last one."""
         try:
-            async for frame in self._frames:
-                yield frame
+            async for frames in self._frames:
+                await send({"type": "http.response.body", "body": frames, "more_body": True})
+            end = DONE
         except Exception as error:
             shown = as_api_error(error)
             if shown is not error:
                 logger.error("a stream broke off", exc_info=True)
-            yield b"data: " + dumps(shown.body) + b"\n\n"
-        yield DONE
+            end = b"data: " + dumps(shown.body) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
