@@ -1,6 +1,6 @@
 """What the server costs beside the offline API, at one client: the same answer of the same engine, timed in turn.
 
-    python benchmarks/server_overhead.py [MODEL] [--tokens 128] [--rounds 15] [--drafter '{"method": "ngram"}']
+    python benchmarks/server_overhead.py [MODEL] [--tokens 64] [--rounds 40] [--drafter '{"method": "ngram"}']
 
 Offline API and server share one loaded model, as the same weights elsewhere in memory may be some percent faster or
 slower; the client is a process of its own, which does little more than read. Prints medians of whole answers, whole and
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import random
 import socket
 import statistics
 import subprocess
@@ -44,8 +45,8 @@ def client(port: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="?", default="smollm2")
-    parser.add_argument("--tokens", type=int, default=128)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--drafter", default='{"method": "none"}', help="as --speculative-config has it")
     parser.add_argument("--client", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -98,8 +99,8 @@ def compare(args: argparse.Namespace) -> None:
             }
             seconds: dict[str, list[float]] = {name: [] for name in ways}
             for turn in range(args.rounds + 1):
-                for name, way in ways.items():
-                    taken = way()
+                for name in random.sample(list(ways), len(ways)):
+                    taken = ways[name]()
                     if turn:  # the first one warms up
                         seconds[name].append(taken)
             other.stdin.close()  # type: ignore[union-attr]
@@ -107,8 +108,10 @@ def compare(args: argparse.Namespace) -> None:
         thread.join()
     for name, taken in seconds.items():
         middle = statistics.median(taken)
-        more = statistics.median(own / base - 1 for own, base in zip(taken, seconds["offline"], strict=True))
-        print(f"{name:<9} {middle * 1e3:8.1f} ms  {args.tokens / middle:7.1f} tokens/s  {more:+.1%}")
+        more = [own / base - 1 for own, base in zip(taken, seconds["offline"], strict=True)]
+        low, half, high = statistics.quantiles(more, n=4)
+        shown = f"{half:+.1%} (quartiles {low:+.1%} to {high:+.1%})"
+        print(f"{name:<9} {middle * 1e3:8.1f} ms  {args.tokens / middle:7.1f} tokens/s  {shown}")
 
 
 if __name__ == "__main__":
