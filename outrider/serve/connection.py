@@ -12,6 +12,8 @@ RESERVE = 64
 """Files that the server has open beside its clients' connections."""
 BACKLOG = 2048
 """Clients that wait to be let in at most; as many may come in at once."""
+HEAD = 1 << 16
+"""Bytes of a request before its body at most; not every protocol has a limit of its own."""
 FILES = 1 << 16
 """Open files to ask the system for where it sets no limit of its own."""
 
@@ -68,7 +70,7 @@ class Connection(_Base):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._moved, self._left = False, 0
+        self._moved, self._left, self._head = False, 0, 0
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
         self.transport.set_write_buffer_limits(high=0)  # whatever the system does not take stops the answer
         if self.most is not None and len(self.connections) > self.most:
@@ -82,6 +84,9 @@ class Connection(_Base):
     def data_received(self, data: bytes) -> None:
         self._moved = True
         super().data_received(data)
+        self._head = self._head + len(data) if self._awaits_head() else 0
+        if self._head > HEAD:
+            self.transport.abort()
 
     def resume_writing(self) -> None:
         self._moved = True
@@ -98,7 +103,10 @@ class Connection(_Base):
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
 
     def _awaits_request(self) -> bool:
-        return self.cycle is None or self.cycle.more_body or self.cycle.response_complete
+        return self._awaits_head() or bool(self.cycle.more_body)
+
+    def _awaits_head(self) -> bool:
+        return self.cycle is None or bool(self.cycle.response_complete)
 
 
 def watched(kind: type[asyncio.Protocol], patience: float, most: int | None) -> type[asyncio.Protocol]:

@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from outrider import LLM
-from outrider.serve.connection import BACKLOG, FILES, RESERVE, raised_file_limit, room
+from outrider.serve.connection import BACKLOG, FILES, HEAD, RESERVE, raised_file_limit, room
 from outrider.serve.run import Server
 from tests.serve.serving import PATIENCE, real_server
 
@@ -107,6 +107,25 @@ def test_who_says_nothing_or_half_a_request_is_given_up(llm: LLM) -> None:
                 except ConnectionResetError:
                     pass
                 assert got.startswith(b"HTTP/1.1 200") is sent.startswith(whole)
+        wait_for_idle(llm, server)
+
+
+def test_a_head_without_end_is_cut_off(llm: LLM) -> None:
+    """A large body may come at once with its head, a head of that size may not, of a later request neither."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * (2 * HEAD)}).encode()
+    fine = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with real_server(llm.engine) as (url, server):
+        for first in (b"", fine):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE) as client:
+                client.sendall(first)
+                if first:
+                    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                try:
+                    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+                    while True:
+                        client.sendall(b"X: " + b"x" * 1000 + b"\r\n")
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
         wait_for_idle(llm, server)
 
 
