@@ -354,28 +354,6 @@ def test_a_rule_that_raises_off_the_path_does_no_harm() -> None:
         assert_same(got, want, method)
 
 
-def test_a_repeatable_request_is_its_seeds_whatever_is_drafted() -> None:
-    """Right drafts, drawn ones included, wrong ones and none give the same answers: those of the coupled rule.
-
-    Without asking for it they do not.
-    """
-    hot = SamplingParams(temperature=1.5, max_tokens=20, seed=7, n=2)
-
-    def answers(proposer: Proposer, method: str, **fields: bool) -> tuple[tuple[int, ...], ...]:
-        engine = make_engine(TARGET, proposer, method=method, num_kv_blocks=200)
-        request = engine.add_request(PROMPT, hot, SpecParams(**fields))
-        finish(engine)
-        return tuple(completion.token_ids for completion in RequestOutput.of(request).completions)
-
-    def all_ways(repeatable: bool) -> set[tuple[tuple[int, ...], ...]]:
-        drafters = (self_drafter(TARGET, "standard"), Script(9, 9))
-        seen = {answers(proposer, "standard", repeatable=repeatable) for proposer in drafters}
-        return seen | {answers(Script(9), "standard", repeatable=repeatable, enabled=False)}
-
-    assert all_ways(repeatable=True) == {answers(Script(9), "coupled", enabled=False)}
-    assert len(all_ways(repeatable=False)) > 1
-
-
 def test_a_seed_is_the_request_and_nothing_else() -> None:
     """Seed 42 twice alone and once among eight unseeded ones: three equal outputs; seed 43 differs."""
     for method in ("standard", "block", "coupled"):
