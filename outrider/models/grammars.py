@@ -161,10 +161,17 @@ def _with_deep_stack(work: Callable[[], T]) -> T:
 
 
 def _matcher(llguidance: Any, tokens: Any, grammar: Grammar) -> Any:
-    """A matcher, which may have an error to report; or what is wrong."""
+    """A matcher, which may have an error to report; or what is wrong.
+
+    Its first mask is made here, not where an answer waits for it: what llguidance finds out about the tokens meanwhile,
+    which may take a tenth of a second, the matcher's copies know as well.
+    """
     try:
         limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_STEP)
-        return llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0, limits=limits)
+        made = llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0, limits=limits)
+        if not made.is_error():
+            made.compute_bitmask()
+        return made
     except Exception as error:
         return str(error) or type(error).__name__
 
