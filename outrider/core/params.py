@@ -183,7 +183,8 @@ class SpecParams:
 
     ``drafter`` None is the engine's default one; ``max_draft`` None leaves the length to the controller. ``prediction``
     is what the caller expects the answer to be, as a text or token ids, for a drafter that makes use of it. Requests of
-    different ``tenant`` never see what drafters remember of each other's answers.
+    different ``tenant`` never see what drafters remember of each other's answers. ``repeatable`` makes a seed repeat
+    the answer whatever is drafted and whoever else is served: it is verified by the rule ``coupled``.
     """
 
     enabled: bool = True
@@ -191,6 +192,7 @@ class SpecParams:
     max_draft: int | None = None
     prediction: str | tuple[int, ...] = ()
     tenant: str = ""
+    repeatable: bool = False
 
     def __post_init__(self) -> None:
         m, d, t, p = self.max_draft, self.drafter, self.tenant, self.prediction
@@ -202,4 +204,5 @@ class SpecParams:
         _require(isinstance(t, str), "tenant", t, "a text")
         _require(d is None or isinstance(d, str), "drafter", d, "a drafter's name, or None")
         _require(isinstance(self.enabled, bool), "enabled", self.enabled, "true or false")
+        _require(isinstance(self.repeatable, bool), "repeatable", self.repeatable, "true or false")
         _require(m is None or (_whole(m) and m >= 0), "max_draft", m, "a whole number >= 0, or None")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from outrider.core.errors import SettingError
 from outrider.core.types import FinishReason, Sequence
 from outrider.models.detokenizer import Detokenizer
+from outrider.sampling.grammar import Account
 from outrider.sampling.history import History
 from outrider.sampling.logprobs import TokenLogprob
 from outrider.sampling.sampler import Sampler
@@ -99,10 +100,17 @@ class Segment:
 class Answer:
     """Follows one sequence's output: turns tokens into text, finds its end, holds back text that may be cut."""
 
-    def __init__(self, seq: Sequence, sampler: Sampler, detokenizer: Detokenizer | None, eos_ids: tuple[int, ...]):
+    def __init__(
+        self,
+        seq: Sequence,
+        sampler: Sampler,
+        detokenizer: Detokenizer | None,
+        eos_ids: tuple[int, ...],
+        account: Account | None = None,
+    ) -> None:
         self.seq = seq
         self.sampler = sampler
-        self.history = History(seq.tokens, seq.n_prompt)
+        self.history = History(seq.tokens, seq.n_prompt, account)
         self.stats = SpecStats()
         self.logprobs: list[TokenLogprob] = []
         self.finish: FinishReason | None = None

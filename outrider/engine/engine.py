@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outrider.cache.blocks import BlockManager
-from outrider.core.config import MAX_DRAFT, EngineConfig, SpecConfig
+from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.draft import Draft
-from outrider.core.errors import SettingError, nearest
+from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.rng import choice_seed, fresh_seed
 from outrider.core.types import FinishReason, Sequence, Span, SpanRecord, StepRecord, StepTimes, Verdict
 from outrider.engine.answer import Answer
 from outrider.engine.commit import Outcome, append_tokens, commit_step
+from outrider.engine.drafters import Drafters
 from outrider.engine.metrics import EngineMetrics
 from outrider.engine.request import Delta, Limits, Request, RequestOutput, check_request, with_prediction
 from outrider.engine.scheduler import Plan, Scheduler
@@ -29,14 +28,13 @@ from outrider.models.load import LoadedModel
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, logits_by_span
+from outrider.sampling.grammar import Account
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
 from outrider.spec.draws import draws_for
-from outrider.spec.proposer import Proposer, select_features
+from outrider.spec.proposer import Proposer
 from outrider.spec.verify import verify
-
-logger = logging.getLogger("outrider")
 
 
 class Engine:
@@ -56,7 +54,6 @@ class Engine:
         self.target = target
         self.config = config
         self.spec = spec
-        self.proposers: dict[str, Proposer] = {}
         decoder, shape = target.decoder, target.config
         max_len = min(config.max_model_len or shape.max_position, shape.max_position)
         needs = [proposer.needs for proposer in proposers.values()]
@@ -72,15 +69,17 @@ class Engine:
         self.limits = Limits(max_len, self.memory.tokens, target.n_tokens)
         self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
-        for name, proposer in proposers.items():
-            self.put_drafter(name, proposer)
-        controller = controller or FixedLength(0 if spec.speculation == "off" else spec.num_speculative_tokens)
-        self.scheduler = Scheduler(self.blocks, controller, config.max_num_seqs, config.max_num_batched_tokens)
         self.metrics = EngineMetrics()
-        self._feature_layers = tuple(sorted({layer for n in needs for layer in n.feature_layers}))
         self._requests: dict[int, Request] = {}  # unfinished ones
         self._request_of: dict[int, Request] = {}  # by the id of a sequence that has not ended
         self._answer_of: dict[int, Answer] = {}
+        self._drafters = Drafters(self.limits.vocab_size, self._request_of, self.metrics)
+        for name, proposer in proposers.items():
+            self.put_drafter(name, proposer)
+        self._feature_layers = self._drafters.feature_layers
+        controller = controller or FixedLength(0 if spec.speculation == "off" else spec.num_speculative_tokens)
+        limits = config.max_num_seqs, config.max_num_batched_tokens
+        self.scheduler = Scheduler(self.blocks, controller, *limits, on_admit=self._admitted)
         self._next_request = 0
         self._next_sequence = 0
         self._in_step = False
@@ -88,9 +87,13 @@ class Engine:
 
     def put_drafter(self, name: str, proposer: Proposer) -> None:
         """Adds a drafter, or puts it in another's place; not while a request is served. The memory plan stays."""
-        proposer.start(self.blocks, self.config.max_num_batched_tokens)
-        proposer.share_kv(self.runner.pool.layers)
-        self.proposers[name] = proposer
+        kv = self.runner.pool.layers
+        self._drafters.put(name, proposer, self.blocks, self.config.max_num_batched_tokens, kv)
+
+    @property
+    def proposers(self) -> dict[str, Proposer]:
+        """The drafters by name; the first one serves requests that name none."""
+        return self._drafters.proposers
 
     @property
     def controller(self) -> DraftController:
@@ -114,29 +117,22 @@ class Engine:
     def add_request(
         self, prompt_ids: Seq[int], params: SamplingParams | None = None, spec: SpecParams | None = None
     ) -> Request:
-        """Queues a request. Raises SettingError if it can never be served as asked."""
+        """Queues a request. Raises SettingError if it can never be served as asked.
+
+        Unless it names its drafter it is given one with its first rows: one that never runs tells nothing of drafters.
+        """
         params, spec = params or SamplingParams(), spec or SpecParams()
         check_request(prompt_ids, params, self.limits)
         spec = with_prediction(spec, self.target)
         if params.stop and self.target.tokenizer is None:
             raise SettingError("stop strings need a tokenizer; this model was loaded without one")
-        drafter = spec.drafter or self._default_drafter(params, spec)
-        if drafter not in self.proposers:
-            known = list(self.proposers)
-            hint = nearest(drafter, known)
-            raise SettingError(
-                f"drafter is {drafter!r}; loaded in this engine are {', '.join(known)}{hint}; enabled=False switches "
-                "speculation off"
-            )
-        if spec.prediction and spec.enabled and not self.proposers[drafter].needs.prediction:
-            raise SettingError(f"prediction is given; drafter {drafter} makes no use of it")
+        self._drafters.candidates(spec)
         sampler = Sampler.of(params, self.target)
-        spec = replace(spec, drafter=drafter)
-        request = Request(self._next_request, tuple(prompt_ids), drafter, [], time.perf_counter())
+        request = Request(self._next_request, tuple(prompt_ids), "", [], time.perf_counter())
         self._next_request += 1
         self._requests[request.id] = request
         seed = fresh_seed() if params.seed is None else params.seed
-        eos_ids = self.target.config.eos_ids
+        eos_ids, account = self.target.config.eos_ids, Account()
         for index in range(params.n):
             seq = Sequence(
                 id=self._next_sequence,
@@ -147,13 +143,14 @@ class Engine:
                 seed=choice_seed(seed, index),
                 fork_of=request.answers[0].seq if index else None,
                 max_len=min(len(prompt_ids) + params.max_tokens, self.limits.max_model_len, self.limits.pool_tokens),
-                max_draft=_max_draft(spec, self.proposers[drafter]),
             )
             self._next_sequence += 1
-            answer = Answer(seq, sampler, self._detokenizer(params), eos_ids)
+            answer = Answer(seq, sampler, self._detokenizer(params), eos_ids, account)
             request.answers.append(answer)
             self._request_of[seq.id], self._answer_of[seq.id] = request, answer
             self.scheduler.add(seq)
+        if spec.drafter or not spec.enabled:
+            self._drafters.assign(request, self.controller)
         return request
 
     def abort(self, request_id: int) -> None:
@@ -202,7 +199,7 @@ class Engine:
         plan = self.scheduler.schedule()
         self.metrics.preemptions += len(plan.preempted)
         for seq in plan.preempted:
-            self._proposer_of(seq).release(seq.id)
+            self._drafters.release(seq)
         if not plan.spans:
             return []
         for span in plan.spans:
@@ -211,8 +208,7 @@ class Engine:
                 self.metrics.began(self._request_of[span.seq.id], answer, clock[0])
         if plan.copies:
             self.runner.copy_blocks(plan.copies)
-            for proposer in self.proposers.values():
-                proposer.copy_blocks(plan.copies)
+            self._drafters.copy_blocks(plan.copies)
         clock.append(time.perf_counter())
         draft_seconds = self._propose(plan.spans)
         clock.append(time.perf_counter())
@@ -223,13 +219,7 @@ class Engine:
         clock.append(time.perf_counter())
         outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
-        for name, proposer in self.proposers.items():
-            own = [commit for commit in commits if self._proposer_of(commit.seq) is proposer]
-            own = [commit for commit in own if not self._request_of[commit.seq.id].drafter_failed]
-            try:
-                proposer.observe(select_features(own, self._feature_layers, proposer.needs.feature_layers))
-            except Exception as error:
-                self._drafter_failed(name, [commit.seq for commit in own], error)
+        self._drafters.observe(commits, self._feature_layers)
         records = tuple(self._span_record(outcome) for outcome in outcomes)
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
@@ -244,69 +234,28 @@ class Engine:
             return None
         return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
 
-    def _default_drafter(self, params: SamplingParams, spec: SpecParams) -> str:
-        """The controller's choice; for a request that predicts its answer, among those that make use of it.
-
-        For another request these are not asked: they may live on predictions alone. But the first drafter always is.
-        """
-        names = list(self.proposers)
-        users = [name for name in names if self.proposers[name].needs.prediction]
-        if not spec.enabled:
-            return names[0]
-        if spec.prediction and users:
-            return self.controller.choose(params, users)
-        return self.controller.choose(params, [name for name in names if name == names[0] or name not in users])
-
-    def _proposer_of(self, seq: Sequence) -> Proposer:
-        return self.proposers[self._request_of[seq.id].drafter]
+    def _admitted(self, seq: Sequence) -> None:
+        self._drafters.assign(self._request_of[seq.id], self.controller)
 
     def _propose(self, spans: Seq[Span]) -> dict[str, float]:
-        """Fills in the drafts, one batched call a drafter; returns the seconds of each."""
-        seconds: dict[str, float] = {}
-        for name, proposer in self.proposers.items():
-            own = [span for span in spans if span.budget and self._request_of[span.seq.id].drafter == name]
-            if not own:
-                continue
-            begin = time.perf_counter()
-            for span, draft in zip(own, self._drafts(name, proposer, own), strict=True):
-                answer = self._answer_of[span.seq.id]
-                span.draft = pruned(draft.truncated(span.budget), answer.sampler, answer.history)
-            seconds[name] = time.perf_counter() - begin
+        """Fills in the drafts; returns the seconds of each drafter."""
+
+        def cut(span: Span, draft: Draft) -> Draft:
+            answer = self._answer_of[span.seq.id]
+            return pruned(draft, answer.sampler, answer.history)
+
+        seconds = self._drafters.propose(spans, cut)
         for span, rows in zip(spans, self.controller.trim(spans), strict=True):
             if rows < len(span.draft):
                 span.draft = span.draft.truncated(rows) if rows > 0 else Draft.nothing("the draft was too unlikely")
         return seconds
 
-    def _drafts(self, name: str, proposer: Proposer, spans: Seq[Span]) -> list[Draft]:
-        """What a drafter proposes. If it fails, that costs drafts, never an answer."""
-        try:
-            drafts = proposer.propose(spans)
-            if len(drafts) != len(spans):
-                raise ValueError(f"{len(drafts)} drafts for {len(spans)} sequences")
-            for token in (token for draft in drafts for token in draft.tokens):
-                if not 0 <= token < self.limits.vocab_size:
-                    raise ValueError(f"token id {token}, where 0 to {self.limits.vocab_size - 1} are allowed")
-            return drafts
-        except Exception as error:
-            self._drafter_failed(name, [span.seq for span in spans], error)
-            return [Draft.nothing("the drafter failed") for _ in spans]
-
-    def _drafter_failed(self, name: str, seqs: Seq[Sequence], error: Exception) -> None:
-        """The drafter is off for the requests that it was at work on: they go on without drafts."""
-        level = logging.DEBUG if name in self.metrics.drafter_failures else logging.WARNING  # once is enough
-        logger.log(level, "drafter %s failed: %s", name, error, exc_info=error)
-        self.metrics.drafter_failures[name] += 1
-        for request in {self._request_of[seq.id] for seq in seqs}:
-            request.drafter_failed = True
-            for answer in request.answers:
-                answer.seq.max_draft = 0
-                self.proposers[name].release(answer.seq.id)
-
     def _verify(self, span: Span, logits: NDArray[np.floating]) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
         if not span.reaches_end:
             return None
-        seq, answer, method = span.seq, self._answer_of[span.seq.id], self.spec.rejection_sample_method
+        seq, answer = span.seq, self._answer_of[span.seq.id]
+        method = "coupled" if seq.spec.repeatable else self.spec.rejection_sample_method
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
             return rows.settled(verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method))
@@ -348,13 +297,13 @@ class Engine:
             if answer.finish is not None:
                 self._settle(answer.seq)
         for seq in self.scheduler.preempt_all():
-            self._proposer_of(seq).release(seq.id)
+            self._drafters.release(seq)
 
     def _retire(self, seq: Sequence) -> None:
         """Takes an ended sequence out of the engine."""
+        self._drafters.release(seq)
         request = self._request_of.pop(seq.id)
         del self._answer_of[seq.id]
-        self.proposers[request.drafter].release(seq.id)
         self.scheduler.remove(seq)
         if all(answer.seq.id not in self._answer_of for answer in request.answers):  # the last one, not just all ended
             del self._requests[request.id]
@@ -391,10 +340,3 @@ class Engine:
             waiting=len(self.scheduler.waiting),
             draft_seconds=draft_seconds,
         )
-
-
-def _max_draft(spec: SpecParams, proposer: Proposer) -> int:
-    """The cap on draft rows a step that request and drafter set together."""
-    if not spec.enabled:
-        return 0
-    return min(cap for cap in (spec.max_draft, proposer.needs.max_nodes, MAX_DRAFT) if cap is not None)

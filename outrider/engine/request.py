@@ -26,7 +26,7 @@ class Limits:
 
 @dataclass(eq=False)
 class Request:
-    """One prompt with its n answers; times are ``time.perf_counter()`` seconds.
+    """One prompt with its n answers; times are ``time.perf_counter()`` seconds. ``drafter`` is empty until it has one.
 
     ``pending`` is a mailbox: every delta of the request is put there too, for a caller that does not step the engine
     itself, or not alone.

@@ -7,6 +7,7 @@ chunked prefill and decode. Draft rows use what is then left.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from outrider.cache.blocks import BlockManager, Copy
@@ -25,13 +26,24 @@ class Plan:
 
 
 class Scheduler:
-    """Continuous batching over one block manager; ``max_rows`` is the row budget of a pass."""
+    """Continuous batching over one block manager; ``max_rows`` is the row budget of a pass.
 
-    def __init__(self, blocks: BlockManager, controller: DraftController, max_seqs: int, max_rows: int) -> None:
+    ``on_admit`` is told of each sequence that leaves the queue.
+    """
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        controller: DraftController,
+        max_seqs: int,
+        max_rows: int,
+        on_admit: Callable[[Sequence], None] = lambda _: None,
+    ) -> None:
         self.blocks = blocks
         self.controller = controller
         self.max_seqs = max_seqs
         self.max_rows = max_rows
+        self._on_admit = on_admit
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest first
         self._step = 0
@@ -117,6 +129,7 @@ class Scheduler:
             seq.status = Status.RUNNING
             seq.fork_of = None
             self.running.append(seq)
+            self._on_admit(seq)
             rows -= n_new
         self.waiting.extendleft(reversed(held))
         return rows

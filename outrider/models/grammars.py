@@ -7,7 +7,7 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -22,6 +22,7 @@ MAX_COMPILED = 64
 """Compiled grammars that are kept, those used last."""
 _STACK = 1 << 29  # bytes of address space; what is not used takes no memory
 _MAX_ITEMS = 1000  # of a parser's row: the time that an ambiguous grammar takes for a token is cubic in them
+_MAX_STEP = 10_000  # items for one mask: five times what large schemas need, and 50 ms; llguidance's 50000 are seconds
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}  # without a bound a model may write blanks for ever
 
 
@@ -65,7 +66,9 @@ class Grammars:
             self._compiled.move_to_end(grammar)
             if len(self._compiled) > MAX_COMPILED:
                 self._compiled.popitem(last=False)
-        return known
+        if known.where == grammar.where:
+            return known
+        return replace(known, where=grammar.where)  # another request gave the same grammar in another field
 
     def _compile(self, grammar: Grammar) -> CompiledGrammar:
         llguidance = _library(grammar.where)
@@ -158,10 +161,17 @@ def _with_deep_stack(work: Callable[[], T]) -> T:
 
 
 def _matcher(llguidance: Any, tokens: Any, grammar: Grammar) -> Any:
-    """A matcher, which may have an error to report; or what is wrong."""
+    """A matcher, which may have an error to report; or what is wrong.
+
+    Its first mask is made here, not where an answer waits for it: what llguidance finds out about the tokens meanwhile,
+    which may take a tenth of a second, the matcher's copies know as well.
+    """
     try:
-        limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS)
-        return llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0, limits=limits)
+        limits = llguidance.LLParserLimits(max_items_in_row=_MAX_ITEMS, step_max_items=_MAX_STEP)
+        made = llguidance.LLMatcher(tokens, _source(llguidance, grammar), log_level=0, limits=limits)
+        if not made.is_error():
+            made.compute_bitmask()
+        return made
     except Exception as error:
         return str(error) or type(error).__name__
 

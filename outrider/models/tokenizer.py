@@ -16,6 +16,7 @@ from outrider.models.values import one_line, read_json, shown, token_ids
 
 SPACE_MARK = "▁"  # how SentencePiece writes a space
 NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_SHORT = 4096  # characters; a batch of one has a price of its own
 _MAX_SPREAD, _FREE_SPREAD = 4, 1024  # ids may go up to 4 * tokens + 1024: every user of ids makes tables of that size
 
 
@@ -81,6 +82,11 @@ class Tokenizer:
         """The ids below ``vocab_size`` that stand for no token, ascending: ``token_bytes`` refuses them."""
         return tuple(i for i in range(self.vocab_size) if i not in self._tokens)
 
+    @cached_property
+    def longest_token(self) -> int:
+        """Bytes of the longest token: a text of n bytes has n / ``longest_token`` tokens or more."""
+        return max(len(self.token_bytes(i)) for i in self._tokens)
+
     def encode(self, text: str, *, specials: bool = True, add_bos: bool | None = None) -> list[int]:
         """Token ids of ``text``. ``specials`` False reads control tokens in the text as plain text.
 
@@ -94,7 +100,12 @@ class Tokenizer:
         except UnicodeEncodeError as e:
             found = f"a lone surrogate U+{ord(text[e.start]):04X} at {e.start}"
             raise SettingError(f"text has {found}; allowed is valid Unicode") from None
-        ids: list[int] = (self._inner if specials else self._plain).encode(text, add_special_tokens=False).ids
+        inner = self._inner if specials else self._plain
+        if len(text) <= _SHORT:
+            ids: list[int] = inner.encode(text, add_special_tokens=False).ids
+        else:
+            (encoding,) = inner.encode_batch([text], add_special_tokens=False)  # which lets other threads run meanwhile
+            ids = encoding.ids
         if not (self.adds_bos if add_bos is None else add_bos):
             return ids
         if self.bos_id is None:

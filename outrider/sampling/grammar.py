@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -14,9 +13,26 @@ from outrider.core.errors import SettingError
 from outrider.models.grammars import CompiledGrammar
 from outrider.models.values import one_line
 
-PATIENCE = 0.05
-"""Seconds of computing that a grammar may take for a token, on average over the latest ``WINDOW`` tokens."""
-WINDOW = 20
+EARNED = 0.01
+"""Seconds of computing that a request's grammar may take for each token of its answers,"""
+CREDIT = 0.2
+"""and so many beyond that: all others wait meanwhile, some of it perhaps in a single step."""
+
+
+class Account:
+    """What the grammar of one request has taken, in seconds, less what its tokens earned. Its answers share it."""
+
+    def __init__(self) -> None:
+        self.spent = 0.0
+
+    def earn(self, tokens: int) -> None:
+        self.spent = max(0.0, self.spent - EARNED * tokens)
+
+    def check(self, where: str) -> None:
+        """Raises SettingError, which names the grammar's setting ``where``, when the account is overdrawn."""
+        if self.spent > CREDIT:
+            said = f"{self.spent:.2f} s of computing beyond {EARNED * 1e3:.0f} ms a token; allowed are {CREDIT:g} s"
+            raise SettingError(f"{where} takes too long to follow, {said}", where)
 
 
 class Matcher:
@@ -28,7 +44,10 @@ class Matcher:
     another takes its place, so that what a draft breaks costs the answer nothing.
     """
 
-    def __init__(self, grammar: CompiledGrammar, tokens: Sequence[int], n_prompt: int) -> None:
+    def __init__(
+        self, grammar: CompiledGrammar, tokens: Sequence[int], n_prompt: int, account: Account | None = None
+    ) -> None:
+        """``account`` is that of the request; None opens one of the answer's own."""
         self._grammar = grammar
         self._tokens = tokens
         self._n_prompt = n_prompt
@@ -36,8 +55,8 @@ class Matcher:
         self._base = n_prompt  # tokens before it are taken in for good
         self._ahead: list[int] = []  # taken in behind these
         self._next: tuple[int, NDArray[np.bool_]] = (-1, np.zeros(0, dtype=np.bool_))  # what may follow so many tokens
-        self._costs: deque[float] = deque(maxlen=WINDOW)  # seconds for each of the latest tokens
-        self._spent, self._seen = 0.0, len(tokens)  # seconds since there are so many tokens
+        self._account = account or Account()
+        self._seen = len(tokens)  # that have paid in
         self._words = np.zeros((grammar.n_tokens + 31) // 32, dtype=np.int32)
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
@@ -48,9 +67,7 @@ class Matcher:
         grammar, or it became too complex, or too slow. The array is not to be written to.
         """
         with self._timed():
-            if not path and sum(self._costs) > PATIENCE * WINDOW:
-                each = f"{sum(self._costs) / WINDOW * 1e3:.0f} ms a token; allowed are {PATIENCE * 1e3:.0f}"
-                raise SettingError(f"{self._grammar.where} takes too long to follow, {each}", self._grammar.where)
+            self._account.check(self._grammar.where)
             if path:
                 return self._mask(path)
             if self._next[0] != len(self._tokens):
@@ -121,13 +138,11 @@ class Matcher:
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
-        """Puts the time on the account of the tokens that came since the last call; a pause costs nothing."""
-        new = len(self._tokens) - self._seen
-        if new > 0:
-            self._costs.extend([self._spent / new] * new)
-            self._spent, self._seen = 0.0, len(self._tokens)
+        """Puts the time on the account, and pays in for the tokens that came; a pause costs nothing."""
+        self._account.earn(len(self._tokens) - self._seen)
+        self._seen = len(self._tokens)
         begin = time.thread_time()
         try:
             yield
         finally:
-            self._spent += time.thread_time() - begin
+            self._account.spent += time.thread_time() - begin

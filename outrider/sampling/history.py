@@ -8,22 +8,24 @@ import numpy as np
 from numpy.typing import NDArray
 
 from outrider.models.grammars import CompiledGrammar
-from outrider.sampling.grammar import Matcher
+from outrider.sampling.grammar import Account, Matcher
 
 
 class History:
     """Prompt and output of one sequence. ``tokens`` is its own list, read and never copied; it may only grow.
 
     Counts are kept per distinct token and catch up when they are asked for, so a step costs time in its new tokens.
+    ``account`` is where the time for the request's grammar goes, in common with its other answers.
     """
 
-    def __init__(self, tokens: Sequence[int], n_prompt: int) -> None:
+    def __init__(self, tokens: Sequence[int], n_prompt: int, account: Account | None = None) -> None:
         self.tokens = tokens
         self.n_prompt = n_prompt
         self._place: dict[int, int] = {}  # token -> where it stands in the two arrays
         self._ids = np.empty(64, dtype=np.int64)
         self._times = np.zeros(64)
         self._counted = 0  # tokens taken in
+        self._account = account
         self._matcher: Matcher | None = None
 
     @property
@@ -59,7 +61,7 @@ class History:
     def matcher(self, grammar: CompiledGrammar) -> Matcher:
         """Where the output stands in the request's grammar, always the same one."""
         if self._matcher is None:
-            self._matcher = Matcher(grammar, self.tokens, self.n_prompt)
+            self._matcher = Matcher(grammar, self.tokens, self.n_prompt, self._account)
         return self._matcher
 
     def _take(self, token: int, drawn: bool) -> None:

@@ -20,18 +20,20 @@ from outrider.core.errors import OutriderError
 from outrider.core.version import __version__
 from outrider.serve import chat, completions, static, status, tokens
 from outrider.serve.bodies import parse, read_body
-from outrider.serve.caller import Caller, RequestIds
-from outrider.serve.errors import ApiError, as_api_error, unavailable
+from outrider.serve.caller import HEADER, Caller, RequestIds
+from outrider.serve.errors import ApiError, unavailable
 from outrider.serve.guard import KeyGuard, OriginGuard
 from outrider.serve.live import Live
 from outrider.serve.live import status as live_status
 from outrider.serve.metrics import TEXT_FORMAT, exposition
 from outrider.serve.schemas import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from outrider.serve.service import Service
-from outrider.serve.web import ClientGoneError, Json, error_response, unless_gone
+from outrider.serve.web import ClientGoneError, Faults, Json, error_response, unless_gone
 
 logger = logging.getLogger("outrider")
 M = TypeVar("M", bound=BaseModel)
+EXPOSED = (HEADER, "retry-after")
+"""What a page of another origin may read of a response's headers."""
 _CLIENT_GONE = 499
 """nginx's status for it: nobody sees it but logs."""
 
@@ -46,17 +48,19 @@ def create_app(service: Service) -> Starlette:
             yield
         finally:
             await service.loop.stop()
+            service.close()
 
     settings = service.settings
     middleware = [
-        Middleware(RequestIds),
+        Middleware(Faults),
         Middleware(OriginGuard, allowed=settings.cors_origin, local=settings.is_local and not settings.api_key),
         Middleware(KeyGuard, keys=settings.api_key),
     ]
     if settings.cors_origin:
-        allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin)}
+        allowed: dict[str, Any] = {"allow_origins": list(settings.cors_origin), "expose_headers": [*EXPOSED]}
         cors = Middleware(CORSMiddleware, **allowed, allow_methods=["*"], allow_headers=["*"])
         middleware.insert(0, cors)
+    middleware.insert(0, Middleware(RequestIds))
     app = Starlette(
         routes=_routes(service),
         middleware=middleware,
@@ -67,7 +71,6 @@ def create_app(service: Service) -> Starlette:
             HTTPException: _on_http_error,
             ClientGoneError: _on_gone,
             ClientDisconnect: _on_gone,
-            Exception: _on_error,
         },
     )
     app.state.service = service
@@ -153,8 +156,6 @@ def _taking(
 
 
 async def _on_error(_: Request, error: Exception) -> Response:
-    if as_api_error(error).status == 500:
-        logger.error("a request failed", exc_info=error)
     return error_response(error)
 
 

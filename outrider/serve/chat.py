@@ -13,7 +13,7 @@ from outrider.sampling.logprobs import TokenLogprob
 from outrider.serve.caller import Caller, new_id
 from outrider.serve.errors import bad_field
 from outrider.serve.logprobs import chat_entries
-from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, spec_of
+from outrider.serve.params import chat_logprobs, longest_answer, sampling_of, spec_of, text_of
 from outrider.serve.reply import Choice, Reply, finish_name
 from outrider.serve.schemas import NO_TOOLS, ChatRequest, Message, Tool
 from outrider.serve.service import Service
@@ -33,8 +33,8 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     params = sampling_of(request, longest_answer(wanted, param, None, len(prompt), service.context), logprobs)
     if tools and not request.parallel_tool_calls:
         params = replace(params, stop=(*params.stop, CLOSE))  # one call at most: the answer ends with the first
-    await service.prepare(params)
     spec = await spec_of(request, service, caller.tenant)
+    await service.prepare(params)
     stream = await service.loop.submit([prompt], params, spec, live=request.stream, caller=caller)
     writer = _Writer(service, bool(tools), logprobs is not None)
     if request.stream:
@@ -47,15 +47,18 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
 async def chat_prompt(
     service: Service, messages: Sequence[Message], tools: Sequence[Tool], opens_answer: bool, add_bos: bool = False
 ) -> list[int]:
-    """A conversation's token ids, up to where the assistant's answer begins."""
+    """A conversation's token ids, up to where the assistant's answer begins. Raises ApiError if no context has them."""
     if not messages:
         raise bad_field("messages", "messages is an empty list; allowed is at least one message")
+    service.check_size((text_of(message.content) for message in messages), "messages")
     turns, told = conversation(messages), tool_objects(tools)
     called = any("tool_calls" in turn or turn["role"] == "tool" for turn in turns)
     if (told or called) and not takes_tools(service.chat_template):
         turns, told = told_in_words(turns, told), []
     text = await service.render(turns, told, opens_answer)
-    return await service.encode(text, add_bos, param="messages")
+    service.check_size([text], "messages")
+    (prompt,) = await service.encode([text], add_bos, param="messages")
+    return prompt
 
 
 class _Writer:

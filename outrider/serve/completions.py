@@ -29,8 +29,8 @@ async def complete(service: Service, request: CompletionRequest, caller: Caller)
         for prompt in prompts
     )
     params = sampling_of(request, longest, request.logprobs)
-    await service.prepare(params)
     spec = await spec_of(request, service, caller.tenant)
+    await service.prepare(params)
     stream = await service.loop.submit(prompts, params, spec, live=request.stream, caller=caller)
     reply = Reply(service, request, caller.id("cmpl"), "text_completion", sum(map(len, prompts)))
     writer = _Writer(service, request, _echoes(service, request, prompts))
@@ -58,7 +58,12 @@ async def _prompts(service: Service, request: CompletionRequest) -> list[list[in
         said = f"{param} asks for {answers} answers; allowed are {service.loop.capacity} at once"
         raise bad_field(param, said)
     add_bos = None if request.add_special_tokens else False
-    prompts = [await service.encode(prompt, add_bos) if isinstance(prompt, str) else prompt for prompt in many]
+    if isinstance(many[0], str):
+        for i, prompt in enumerate(many):
+            service.check_size([prompt], "prompt" if len(many) == 1 else f"prompt[{i}]")
+        prompts = await service.encode(many, add_bos)
+    else:
+        prompts = many
     highest = service.engine.limits.vocab_size - 1
     for i, prompt in enumerate(prompts):
         where = "prompt" if len(prompts) == 1 else f"prompt[{i}]"

@@ -92,5 +92,5 @@ class Journal:
 
 def in_words(values: dict[str, Any]) -> str:
     """``name=value`` for each, with four digits; ``-`` where there is none."""
-    shown = {name: "-" if value is None else value for name, value in values.items()}
+    shown = {name: "-" if value in (None, "") else value for name, value in values.items()}
     return " ".join(f"{name}={v:.4g}" if isinstance(v, float) else f"{name}={v}" for name, v in shown.items())

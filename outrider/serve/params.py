@@ -70,6 +70,7 @@ async def spec_of(request: Sampling, service: Service, tenant: str) -> SpecParam
             max_draft=asked.max_draft,
             prediction=predicted,
             tenant=tenant,
+            repeatable=request.seed is not None,
         )
     except SettingError as error:
         raise bad_field(f"speculative.{error.setting}", f"speculative.{error}") from None

@@ -13,10 +13,10 @@ import uvicorn
 
 from outrider.core.errors import SettingError
 from outrider.serve.app import create_app
+from outrider.serve.connection import raised_file_limit, room, watched
 from outrider.serve.service import Service
 from outrider.serve.settings import ServerSettings
 
-BACKLOG = 2048
 _LAST_SECONDS = 5
 """What responses get to end in, after the grace period is over."""
 
@@ -44,20 +44,23 @@ def url_of(bound: socket.socket) -> str:
 class Server(uvicorn.Server):
     """uvicorn, with what runs ended in time on shutdown, and an end when the engine has stopped."""
 
-    def __init__(self, service: Service, on_start: Callable[[], None] | None = None) -> None:
+    def __init__(self, service: Service, on_start: Callable[[], None] | None = None, files: int | None = None) -> None:
+        """``files`` is how many this process may have open, which limits the connections; None is any number."""
         settings = service.settings
-        super().__init__(
-            uvicorn.Config(
-                create_app(service),
-                log_config=None,
-                access_log=settings.access_log,
-                backlog=BACKLOG,
-                lifespan="on",
-                ws="none",
-                server_header=False,
-                timeout_graceful_shutdown=int(settings.grace) + _LAST_SECONDS,
-            )
+        backlog, connections = room(files)
+        config = uvicorn.Config(
+            create_app(service),
+            log_config=None,
+            access_log=settings.access_log,
+            backlog=backlog,
+            lifespan="on",
+            ws="none",
+            server_header=False,
+            timeout_graceful_shutdown=int(settings.grace) + _LAST_SECONDS,
         )
+        config.load()
+        config.http_protocol_class = watched(config.http_protocol_class, settings.client_timeout, connections)
+        super().__init__(config)
         self._service, self._on_start = service, on_start
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -83,7 +86,7 @@ def serve(service: Service, bound: socket.socket, on_start: Callable[[], None] |
     """
     logging.getLogger("uvicorn.access").setLevel(logging.INFO if service.settings.access_log else logging.WARNING)
     with _ended_by_signals():
-        Server(service, on_start).run(sockets=[bound])
+        Server(service, on_start, raised_file_limit()).run(sockets=[bound])
     return service.loop.failure is None
 
 

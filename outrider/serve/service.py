@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
+from typing import Any, TypeVar
 
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams
@@ -20,11 +22,13 @@ from outrider.serve.loop import EngineLoop
 from outrider.serve.settings import ServerSettings
 from outrider.serve.trace import Tracer
 
+T = TypeVar("T")
+
 _SHORT = 4096
 """Characters that are encoded at once; more of them go to a thread, so that others' streams flow on."""
 
-_LONGEST = 32
-"""Characters of a token, with room to spare: text beyond a context of such tokens is not even looked at."""
+_THREADS = 2
+"""For what may take seconds: long texts and grammars wait for one another, and nothing else waits for them."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,7 @@ class Service:
     settings: ServerSettings
     name: str
     created: int = field(default_factory=lambda: int(time.time()))
+    _apart: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_THREADS, "outrider-apart"))
 
     @staticmethod
     def of(engine: Engine, settings: ServerSettings) -> Service:
@@ -76,21 +81,50 @@ class Service:
             said = f"the model '{model[:200]}' does not exist; served here is '{self.name}'"
             raise ApiError(404, said, param="model", code="model_not_found")
 
+    @cached_property
+    def longest_text(self) -> int:
+        """Bytes that the context can hold, if every token is the longest there is."""
+        return self.context * self.tokenizer.longest_token
+
+    def check_size(self, texts: Iterable[str], param: str) -> None:
+        """Raises ApiError for texts of one prompt that together are too long, whatever their tokens may be."""
+        texts = list(texts)
+        if sum(map(len, texts)) <= _SHORT:
+            return
+        size = sum(len(text.encode(errors="replace")) for text in texts)
+        if size > self.longest_text:
+            raise ApiError(
+                400,
+                f"{param} has {size} bytes, but the context of {self.context} tokens holds {self.longest_text} at most",
+                param=param,
+                code="context_length_exceeded",
+            )
+
     async def encode(
-        self, text: str, add_bos: bool | None = None, param: str = "prompt", specials: bool = True
-    ) -> list[int]:
-        """Token ids of a text; control tokens in it are read as such, if ``specials``."""
+        self, texts: Sequence[str], add_bos: bool | None = None, param: str = "prompt", specials: bool = True
+    ) -> list[list[int]]:
+        """Token ids of each text; control tokens in it are read as such, if ``specials``."""
         tokenizer = self.tokenizer
+
+        def work() -> list[list[int]]:
+            return [tokenizer.encode(text, specials=specials, add_bos=add_bos) for text in texts]
+
         try:
-            if len(text) <= _SHORT:
-                return tokenizer.encode(text, specials=specials, add_bos=add_bos)
-            return await asyncio.to_thread(tokenizer.encode, text, specials=specials, add_bos=add_bos)
+            return work() if sum(map(len, texts)) <= _SHORT else await self.apart(work)
         except SettingError as error:
             raise ApiError(400, f"{param}: {error}", param=param, code="invalid_value") from None
 
+    def close(self) -> None:
+        """Nothing more is begun apart."""
+        self._apart.shutdown(wait=False, cancel_futures=True)
+
+    async def apart(self, work: Callable[[], T]) -> T:
+        """The result of what may take seconds."""
+        return await asyncio.get_running_loop().run_in_executor(self._apart, work)
+
     async def predicted(self, text: str) -> tuple[int, ...]:
         """A predicted answer's token ids, as far as an answer may go. Control tokens in it are text."""
-        whole = await self.encode(text[: _LONGEST * self.context], False, "prediction", specials=False)
+        (whole,) = await self.encode([text[: self.longest_text]], False, "prediction", specials=False)
         return tuple(whole[: self.context])
 
     async def prepare(self, params: SamplingParams) -> None:
@@ -99,7 +133,7 @@ class Service:
         if grammar is None:
             return
         try:
-            await asyncio.to_thread(self.target.grammars.compile, grammar)
+            await self.apart(lambda: self.target.grammars.compile(grammar))
         except SettingError as error:
             raise bad_field(grammar.where, str(error)) from None
 

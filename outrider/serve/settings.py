@@ -29,6 +29,9 @@ class ServerSettings:
     max_queue: int = setting(256, "answers that wait for a seat, beside those that run; more get status 429", low=0)
     max_body_mib: float = setting(8, "largest request body, MiB", low=0.001, high=1024)
     request_timeout: float | None = setting(None, "seconds after which a request is ended; default: never", low=0.001)
+    client_timeout: float = setting(
+        60, "seconds without a byte after which a client that should read or send is given up", low=0.001
+    )
     grace: float = setting(30, "seconds that running requests get on shutdown", low=0)
     per_request_spec_decode_metrics: bool = setting(False, "show in every response what speculation did for it")
     access_log: bool = setting(False, "log a line for each HTTP request")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,15 +20,20 @@ async def tokenize(service: Service, request: TokenizeRequest) -> dict[str, Any]
         add_bos = bool(request.add_special_tokens)
         tokens = await chat_prompt(service, request.messages, request.tools, request.add_generation_prompt, add_bos)
     else:
-        tokens = await service.encode(request.prompt or "", None if request.add_special_tokens is not False else False)
-    shown = await asyncio.to_thread(_names, service, tokens) if request.return_token_strs else None
+        with_bos = None if request.add_special_tokens is not False else False
+        service.check_size([request.prompt or ""], "prompt")
+        (tokens,) = await service.encode([request.prompt or ""], with_bos)
+    shown = await service.apart(lambda: _names(service, tokens)) if request.return_token_strs else None
     return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens, "token_strs": shown}
 
 
 async def detokenize(service: Service, request: DetokenizeRequest) -> dict[str, Any]:
     """The text of token ids, control tokens included."""
+    if len(request.tokens) > service.context:
+        said = f"tokens has {len(request.tokens)} entries; allowed are {service.context}, as the context has"
+        raise bad_field("tokens", said)
     try:
-        text = await asyncio.to_thread(service.tokenizer.decode, request.tokens, skip_special_tokens=False)
+        text = await service.apart(lambda: service.tokenizer.decode(request.tokens, skip_special_tokens=False))
         return {"prompt": text}
     except SettingError as error:
         raise bad_field("tokens", f"tokens: {error}") from None

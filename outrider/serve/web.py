@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from outrider.serve.errors import as_api_error
 from outrider.serve.stream import Stream
@@ -18,6 +18,7 @@ logger = logging.getLogger("outrider")
 T = TypeVar("T")
 
 DONE = b"data: [DONE]\n\n"
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 class ClientGoneError(Exception):
@@ -26,7 +27,7 @@ class ClientGoneError(Exception):
 
 def dumps(value: object) -> bytes:
     """Compact JSON; half of a surrogate pair, which UTF-8 cannot say, becomes a question mark."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode(errors="replace")
+    return _JSON.encode(value).encode(errors="replace")
 
 
 class Json(Response):
@@ -39,9 +40,33 @@ class Json(Response):
 
 
 def error_response(error: Exception) -> Response:
-    """Any exception as OpenAI's clients expect it."""
+    """Any exception as OpenAI's clients expect it; one that is the server's own fault goes to the log."""
     shown = as_api_error(error)
+    if shown.status == 500:
+        logger.error("a request failed", exc_info=error)
     return Json(shown.body, shown.status, shown.headers)
+
+
+class Faults:
+    """Makes a response of whatever nobody foresaw, behind all that adds headers to responses."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            await error_response(error)(scope, receive, send)
 
 
 class EventStream(Response):
@@ -65,22 +90,18 @@ class EventStream(Response):
             self._stream.close()
 
     async def _send(self, send: Send) -> None:
+        """Sends the frames; an error in their midst is the last one."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        async for frame in self._guarded():
-            await send({"type": "http.response.body", "body": frame, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    async def _guarded(self) -> AsyncIterator[bytes]:
-        """The frames; an error in their midst is the last one."""
         try:
-            async for frame in self._frames:
-                yield frame
+            async for frames in self._frames:
+                await send({"type": "http.response.body", "body": frames, "more_body": True})
+            end = DONE
         except Exception as error:
             shown = as_api_error(error)
             if shown is not error:
                 logger.error("a stream broke off", exc_info=True)
-            yield b"data: " + dumps(shown.body) + b"\n\n"
-        yield DONE
+            end = b"data: " + dumps(shown.body) + b"\n\n" + DONE
+        await send({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import logging
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +14,12 @@ import pytest
 from outrider import LLM, OutriderError, SamplingParams, SettingError, SpecParams
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.draft import Draft
+from outrider.core.grammar import Grammar
 from outrider.core.types import Commit, Span, StepRecord
 from outrider.engine.engine import Engine
 from outrider.engine.request import RequestOutput
 from outrider.models.tokenizer import Tokenizer
-from outrider.spec.controller import DraftController
+from outrider.spec.controller import DraftController, FixedLength
 from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.drafts.none import NoDraft
 from outrider.spec.proposer import Proposer
@@ -114,6 +116,125 @@ def test_a_drafter_that_failed_is_off_for_that_request_only(how: str) -> None:
     assert len(drafter.asked) > calls + 3
     assert engine.metrics.drafter_failures == {"d": 1}
     engine.check_integrity()
+
+
+class Guesser(Proposer):
+    """Guesses at random, and so mostly wrong."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def propose(self, spans: Sequence[Span]) -> list[Draft]:
+        return [Draft.chain([1, 2]) for _ in spans]
+
+
+def failing(method: str) -> Guesser:
+    """One whose ``method`` fails whenever it is called."""
+    drafter = Guesser()
+
+    def fail(*args: object) -> None:
+        drafter.called.append(method)
+        raise RuntimeError(method)
+
+    setattr(drafter, method, fail)
+    return drafter
+
+
+METHODS = sorted(name for name, value in vars(Proposer).items() if inspect.isfunction(value))
+NOT_THE_ENGINES = {"continue_from"}
+"""What other drafters call, within their own ``propose``."""
+
+
+def test_the_methods_of_a_drafter_are_known() -> None:
+    assert set(METHODS) == {"propose", "start", "share_kv", "copy_blocks", "observe", "release"} | NOT_THE_ENGINES
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_whatever_fails_in_a_drafter_the_answers_are_the_same(method: str) -> None:
+    """Copies are made (two choices share a block), KV is taken away, requests end; another drafter is not touched."""
+    drafter = failing(method)
+    settings = EngineConfig("toy", num_kv_blocks=14, block_size=4)
+    engine = Engine(TARGET, settings, {"d": drafter, "e": Guesser()}, SpecConfig(num_speculative_tokens=2))
+    params = dataclasses.replace(GREEDY, n=2)
+    hurt = [engine.add_request(prompt, params, SpecParams(drafter="d")) for prompt in ([1, 2, 3], [4, 5, 6])]
+    other = engine.add_request([7, 8, 9], GREEDY, SpecParams(drafter="e"))
+    while engine.has_work:
+        engine.step()
+        engine.check_integrity()
+    for request, prompt in zip([*hurt, other], ([1, 2, 3], [4, 5, 6], [7, 8, 9]), strict=True):
+        for completion in RequestOutput.of(request).completions:
+            assert completion.token_ids == plain(prompt)
+    assert engine.metrics.preemptions > 0, "the pool was never short: the test is too easy"
+    assert not other.drafter_failed
+    assert RequestOutput.of(other).stats.drafted > 0
+    assert engine.metrics.drafter_failures["e"] == 0
+    assert engine.metrics.drafter_failures["d"] == len(drafter.called)
+    assert bool(drafter.called) is (method not in NOT_THE_ENGINES)
+    assert all(request.drafter_failed for request in hurt) is (method not in NOT_THE_ENGINES)
+    assert engine.blocks.n_free == 14
+
+
+def test_a_drafter_that_cannot_start_is_never_asked_and_may_be_replaced() -> None:
+    class Lame(Guesser):
+        def share_kv(self, kv: object) -> None:
+            raise RuntimeError("not this KV")
+
+        def propose(self, spans: Sequence[Span]) -> list[Draft]:
+            raise AssertionError("it was asked")
+
+    engine = engine_with(Lame())
+    assert engine.run(engine.add_request([1, 2, 3], GREEDY)).stats.drafted == 0
+    assert engine.metrics.drafter_failures == {"d": 1}
+    engine.put_drafter("d", Guesser())
+    assert engine.run(engine.add_request([1, 2, 3], GREEDY)).stats.drafted > 0
+    both = Engine(TARGET, EngineConfig("toy"), {"d": Lame(), "e": Guesser()}, SpecConfig(num_speculative_tokens=2))
+    assert both.run(both.add_request([1, 2, 3], GREEDY)).drafter == "e"
+
+    class Unwilling(Guesser):
+        def start(self, blocks: object, max_rows: int) -> None:
+            raise SettingError("it wants more rows")
+
+    with pytest.raises(SettingError, match="it wants more rows"):
+        engine_with(Unwilling())
+
+
+class Chooser(FixedLength):
+    """Counts how often it is asked for a drafter."""
+
+    asked = 0
+
+    def choose(self, params: SamplingParams, drafters: Sequence[str]) -> str:
+        self.asked += 1
+        return drafters[-1]
+
+
+def test_a_drafter_is_chosen_for_requests_that_run_only() -> None:
+    controller = Chooser(2)
+    settings = EngineConfig("toy", num_kv_blocks=50, block_size=4, max_num_seqs=1)
+    drafters = {"d": Guesser(), "e": Guesser()}
+    engine = Engine(TARGET, settings, drafters, SpecConfig(num_speculative_tokens=2), controller)
+    grammar = Grammar("regex", "a")
+    for refused in (
+        lambda: engine.add_request([99], GREEDY),
+        lambda: engine.add_request([1], dataclasses.replace(GREEDY, stop=("x",))),
+        lambda: engine.add_request([1], dataclasses.replace(GREEDY, grammar=grammar)),
+        lambda: engine.add_request([1], GREEDY, SpecParams(prediction=(1, 2))),
+        lambda: engine.add_request([1], GREEDY, SpecParams(drafter="f")),
+    ):
+        with pytest.raises(SettingError):
+            refused()
+    assert controller.asked == 0
+    runs = [engine.add_request([1, 2, 3], dataclasses.replace(GREEDY, n=2)) for _ in range(2)]
+    engine.add_request([1], GREEDY, SpecParams(drafter="d"))
+    engine.add_request([1], GREEDY, SpecParams(enabled=False))
+    assert [request.drafter for request in runs] == ["", ""]
+    engine.step()
+    engine.abort(runs[1].id)  # it waited all the time
+    while engine.has_work:
+        engine.step()
+    assert controller.asked == 1
+    assert [request.drafter for request in runs] == ["e", ""]
+    assert RequestOutput.of(runs[0]).stats.drafted > 0
 
 
 class Greedy(DraftController):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -31,7 +32,9 @@ def free_law() -> Law:
     return joint_law(raw_logits(TARGET, PROMPT), PROMPT, SamplingParams())
 
 
-def draw(engine: Engine, drafter: str, params: SamplingParams, runs: int, first_seed: int = 0) -> list[Any]:
+def draw(
+    engine: Engine, drafter: str, params: SamplingParams, runs: int, first_seed: int = 0, **spec: bool
+) -> list[Any]:
     """``runs`` seeded requests of three tokens, as choices of 100 each, all put into the engine at once.
 
     Runs of one seed are related whatever drafts for them: give each drafter other seeds where runs are put together.
@@ -40,7 +43,7 @@ def draw(engine: Engine, drafter: str, params: SamplingParams, runs: int, first_
     settings["max_tokens"] = 3
     per = 100
     return [
-        engine.add_request(PROMPT, SamplingParams(**settings, seed=seed, n=per), SpecParams(drafter=drafter))
+        engine.add_request(PROMPT, SamplingParams(**settings, seed=seed, n=per), SpecParams(drafter=drafter, **spec))
         for seed in range(first_seed, first_seed + runs // per)
     ]
 
@@ -125,6 +128,26 @@ def test_coupled_verification_needs_no_q() -> None:
     first, second = [draw(engine, name, SamplingParams(), 1_000) for name in liars]
     drain(engine)
     assert outputs(first) == outputs(second)
+
+
+def test_a_repeatable_request_has_the_law_and_is_its_seeds() -> None:
+    """On an engine of another rule: right or wrong drafts, drawn ones included, and none give the same answers, those
+    of the coupled rule. Without asking for it they do not."""
+    proposers: dict[str, Proposer] = {**trees("standard"), "wrong": Script(5, 5)}
+
+    def answers(method: str, **spec: bool) -> list[list[History]]:
+        engine = wide_engine(proposers, method)
+        requests = [draw(engine, name, SamplingParams(), 400, **spec) for name in proposers]
+        drain(engine)
+        return [outputs(mine) for mine in requests]
+
+    first, *others = answers("standard", repeatable=True)
+    assert others == [first] * (len(proposers) - 1)
+    assert p_value(first, free_law()) > ALPHA
+    assert answers("standard", repeatable=True, enabled=False)[0] == first
+    assert answers("coupled", enabled=False)[0] == first
+    plain_draws = answers("standard")
+    assert all(one != other for one, other in itertools.combinations(plain_draws, 2))
 
 
 def test_siblings_drawn_with_replacement_are_lossless_too() -> None:

@@ -153,6 +153,15 @@ def test_rules_behind_rules_by_the_thousand(grammars: Grammars, tokenizer: Token
     assert allowed(grammars, Grammar("lark", f'start: r0\n{rules}\nr8000: "a"')) == tokenizer.encode("a")
 
 
+def test_the_first_mask_is_made_by_whoever_compiles(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So no answer waits for it, nor meets its limit."""
+    monkeypatch.setattr("outrider.models.grammars._MAX_STEP", 16)
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, (EOS,))
+    grammar = Grammar("lark", 'start: ("a" | "b" | "c" "d" | "e" start)+', "guided_grammar")
+    with pytest.raises(SettingError, match=r"guided_grammar cannot be used as a grammar: .*limit 16; mask"):
+        grammars.compile(grammar)
+
+
 def test_what_a_model_must_have(tokenizer: Tokenizer) -> None:
     with pytest.raises(SettingError, match="guided_regex needs a tokenizer"):
         Grammars(None, 32, (0,)).compile(Grammar("regex", "a", "guided_regex"))
@@ -168,7 +177,10 @@ def test_without_the_package(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPat
 
 def test_compiled_once_and_not_kept_for_ever(grammars: Grammars) -> None:
     first = grammars.compile(Grammar("regex", "first"))
-    assert grammars.compile(Grammar("regex", "first", "another name")) is first
+    assert grammars.compile(Grammar("regex", "first")) is first
+    other = grammars.compile(Grammar("regex", "first", "guided_regex"))
+    assert (first.where, other.where) == ("grammar", "guided_regex"), "errors name the field of their own request"
+    assert other._origin is first._origin
     for i in range(MAX_COMPILED):
         grammars.compile(Grammar("regex", f"a{i}"))
     assert grammars.compile(Grammar("regex", "first")) is not first

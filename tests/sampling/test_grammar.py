@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,9 @@ from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams
 from outrider.core.types import Verdict
 from outrider.models.grammars import CompiledGrammar, Grammars
+from outrider.models.load import open_model
 from outrider.models.tokenizer import Tokenizer, tokenizer_from_folder
-from outrider.sampling.grammar import PATIENCE, WINDOW, Matcher
+from outrider.sampling.grammar import CREDIT, EARNED, Account, Matcher
 from outrider.sampling.history import History
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
@@ -191,7 +193,7 @@ def test_the_first_draft_token_is_in_the_mask(tokenizer: Tokenizer, grammars: Gr
 def test_a_grammar_that_takes_too_long_is_told(
     grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the thread's own clock, over the latest tokens; drafts count, and are not what it is told at."""
+    """By the thread's own clock; drafts count too, and each token pays in."""
     now = 0.0
 
     def clock() -> float:
@@ -203,26 +205,42 @@ def test_a_grammar_that_takes_too_long_is_told(
     (a,) = tokenizer.encode("a")
     compiled = grammars.compile(Grammar("regex", "a+", "guided_regex"))
     for cost, ends in (  # noqa: B007 (the clock reads it)
-        (PATIENCE * 0.1, False),
-        (PATIENCE * 1.1, True),
+        (EARNED * 0.3, False),  # thrice a token
+        (EARNED * 0.4, True),
     ):
         tokens = list(PROMPT)
         matcher = Matcher(compiled, tokens, len(PROMPT))
         told = None
-        for _ in range(3 * WINDOW):
+        for _ in range(2 * round(CREDIT / EARNED / 0.2)):
             try:
                 assert matcher.allowed()[a]
             except SettingError as error:
                 told = str(error)
                 break
-            assert matcher.allowed([a])[a]
-            tokens.append(a)
+            if matcher.count_allowed([a]):  # asks for the mask, which is known, and then for more
+                tokens.append(a)
         if ends:
             assert told is not None
             assert "takes too long to follow" in told
             assert matcher.count_allowed([a]) == 0
         else:
             assert told is None
+
+
+def test_the_answers_of_a_request_share_its_time(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """What one answer has used up is not there for another: else many answers hold up many times as long."""
+    (a,) = tokenizer.encode("a")
+    compiled, account = grammars.compile(Grammar("regex", "a+", "guided_regex")), Account()
+    tokens = [list(PROMPT) for _ in range(2)]
+    first, second = (Matcher(compiled, own, len(PROMPT), account) for own in tokens)
+    assert first.allowed()[a]
+    account.spent = CREDIT + 0.005
+    tokens[0].append(a)
+    assert second.count_allowed([a]) == 0
+    with pytest.raises(SettingError, match=r"guided_regex takes too long to follow, 0\.2\d s .* allowed are 0\.2 s"):
+        second.allowed([a])
+    assert first.allowed()[a], "its token has paid"
+    assert account.spent < CREDIT
 
 
 def test_rows_that_fail_are_those_of_their_nodes(grammars: Grammars) -> None:
@@ -242,3 +260,18 @@ def test_rows_that_fail_are_those_of_their_nodes(grammars: Grammars) -> None:
     assert rows.settled(Verdict((0,), 9)) == Verdict((0,), 9)
     with pytest.raises(RuntimeError, match="why"):
         NodeRows(sampler, np.zeros((5, VOCAB)), History([*PROMPT, 5], len(PROMPT)), draft)[0]
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("rule", ["start start", "start start start"])
+def test_one_mask_has_a_limit(smollm2_path: Path, rule: str) -> None:
+    """A token of 64 characters is as many parser steps, in an ambiguous grammar each longer than the one before: with
+    the library's own limit there are masks that take seconds."""
+    tokenizer = open_model(smollm2_path).tokenizer
+    compiled = Grammars(tokenizer, tokenizer.vocab_size, tokenizer.eos_ids).compile(
+        Grammar("lark", f'start: {rule} | "=" | "y"', "guided_grammar")
+    )
+    (long,) = tokenizer.encode("=" * 64)
+    assert Matcher(compiled, [], 0).allowed()[long]
+    with pytest.raises(SettingError, match=r"guided_grammar cannot be followed any further: .*limit 10000; mask"):
+        Matcher(compiled, [long] * 3, 0).allowed()

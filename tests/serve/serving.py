@@ -55,12 +55,12 @@ async def until(holds: Callable[[], bool]) -> None:
 
 
 @contextmanager
-def real_server(engine: Engine, **settings: Any) -> Iterator[tuple[str, Server]]:
+def real_server(engine: Engine, files: int | None = None, **settings: Any) -> Iterator[tuple[str, Server]]:
     """A server on a free port of the loopback, on a thread; its URL. Leaving ends it."""
     given = ServerSettings(**{"port": 0, "grace": 5, **settings})
     started = threading.Event()
     with bind(given) as bound:
-        server = Server(Service.of(engine, given), on_start=started.set)
+        server = Server(Service.of(engine, given), started.set, files)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

@@ -9,6 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from outrider import LLM
+from outrider.models.tokenizer import Tokenizer
 from outrider.serve.schemas import CompletionRequest
 from tests.serve.serving import run, serving
 
@@ -217,6 +218,48 @@ def test_a_prompt_longer_than_the_context(llm: LLM) -> None:
     assert error["code"] == "context_length_exceeded"
     assert "1024" in error["message"]
     assert "1101" in error["message"]
+
+
+def test_a_text_that_no_tokens_could_make_fit_is_not_tokenised(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = llm.target.tokenizer
+    assert tokenizer is not None
+    read: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **how: Any) -> list[int]:
+        read.append(len(text))
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    most = 1024 * tokenizer.longest_token
+
+    async def work() -> list[Any]:
+        async with serving(llm.engine) as (client, _):
+            replies = []
+            for text in ("é" * (most // 2), "é" * (most // 2) + "aa"):
+                for path, body in (
+                    ("/v1/completions", {"prompt": text}),
+                    ("/v1/completions", {"prompt": ["x", text]}),
+                    ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+                ):
+                    replies.append(await client.post(path, json=body))
+                replies.append(await client.post("/tokenize", json={"prompt": text}))
+            replies.append(await client.post("/detokenize", json={"tokens": [5] * 1024}))
+            replies.append(await client.post("/detokenize", json={"tokens": [5] * 1025}))
+            return replies
+
+    *replies, fits, too_many = run(work())
+    assert (fits.status_code, too_many.status_code) == (200, 400)
+    assert too_many.json()["error"]["param"] == "tokens"
+    assert replies.pop(3).json()["count"] > 1024, "whoever asks for the count gets it"
+    for i, reply in enumerate(replies):
+        assert reply.status_code == 400
+        error = reply.json()["error"]
+        assert error["code"] == "context_length_exceeded"
+        assert "1024" in error["message"]
+        assert (f"{most} at most" in error["message"]) is (i >= 2), "a chat has some more around it"
+    assert set(read) == {1, most // 2}
+    assert replies[4].json()["error"]["param"] == "prompt[1]"
 
 
 def test_another_model_is_not_found(llm: LLM) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, SpecParams
 from outrider.models.detokenizer import Detokenizer
 from tests.serve.serving import run, serving
 from tests.serve.test_completions import frames
@@ -40,9 +40,9 @@ def test_without_a_limit_the_context_is_the_limit(llm: LLM) -> None:
 
 
 def test_streamed_choices_put_together(llm: LLM) -> None:
-    params = SamplingParams(seed=3, n=3, max_tokens=25, logprobs=2, ignore_eos=True)
-    want = llm.chat(TALK, params)[0]
-    asked = {"messages": TALK, "seed": 3, "n": 3, "max_tokens": 25, "logprobs": True, "top_logprobs": 2}
+    params = SamplingParams(seed=4, n=3, max_tokens=25, logprobs=2, ignore_eos=True)
+    want = llm.chat(TALK, params, SpecParams(repeatable=True))[0]
+    asked = {"messages": TALK, "seed": 4, "n": 3, "max_tokens": 25, "logprobs": True, "top_logprobs": 2}
     body = {**asked, "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True}}
     *chunks, last = frames(post(llm, body).text)
     assert last["choices"] == []

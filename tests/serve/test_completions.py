@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
-from outrider import LLM, SamplingParams
+from outrider import LLM, SamplingParams, SpecParams
 from tests.serve.serving import run, serving
 
 PATH = "/v1/completions"
+REPEATABLE = SpecParams(repeatable=True)
+"""What a seed makes of a request."""
 PROMPT = "the pass the pass the pass the"  # after which the model repeats itself, a little
 
 
@@ -52,7 +54,7 @@ def test_a_completion_is_the_offline_one(llm: LLM) -> None:
 def test_a_stream_put_together_is_the_offline_answer(llm: LLM, seed: int) -> None:
     """Sampled from random weights: characters of several bytes, and bytes that are none."""
     params = {"temperature": 1.0, "seed": seed, "max_tokens": 60, "logit_bias": {"2": -100}}
-    want = llm.generate(PROMPT, SamplingParams(**{**params, "logit_bias": {2: -100}}))[0]
+    want = llm.generate(PROMPT, SamplingParams(**{**params, "logit_bias": {2: -100}}), REPEATABLE)[0]
     body = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}, **params}
     reply = post(llm, body)
     assert reply.headers["content-type"].startswith("text/event-stream")
@@ -65,9 +67,20 @@ def test_a_stream_put_together_is_the_offline_answer(llm: LLM, seed: int) -> Non
     assert {chunk["id"] for chunk in chunks} == {last["id"]}
 
 
+def test_a_seed_repeats_the_answer_whatever_is_drafted(llm: LLM) -> None:
+    body = {"prompt": PROMPT, "temperature": 1.0, "seed": 6, "max_tokens": 60, "n": 2, "ignore_eos": True}
+    ways: list[dict[str, Any]] = [{"enabled": False}, {"max_draft": 1}, {}, {"method": "prediction"}]
+    replies = [post(llm, {**body, "speculative": {**way, "metrics": True}}).json() for way in ways]
+    texts = [[choice["text"] for choice in reply["choices"]] for reply in replies]
+    assert texts == [texts[0]] * len(ways)
+    assert texts[0][0] != texts[0][1]
+    drafted = [reply["metrics"]["speculative_decoding"]["num_draft_tokens"] for reply in replies]
+    assert 0 == drafted[0] < drafted[1] < drafted[2], "the drafts were alike: the test is too easy"
+
+
 def test_several_prompts_and_answers_keep_their_places(llm: LLM) -> None:
     prompts = ["one", "two and more", "three"]
-    wants = llm.generate(prompts, SamplingParams(seed=5, n=2, max_tokens=9, ignore_eos=True))
+    wants = llm.generate(prompts, SamplingParams(seed=5, n=2, max_tokens=9, ignore_eos=True), REPEATABLE)
     texts = [completion.text for want in wants for completion in want.completions]
     body: dict[str, Any] = {"prompt": prompts, "n": 2, "seed": 5, "max_tokens": 9, "ignore_eos": True}
     whole = post(llm, body).json()

@@ -14,6 +14,7 @@ from outrider import LLM, SamplingParams
 from outrider.core.params import SpecParams
 from outrider.core.types import FinishReason
 from outrider.engine.engine import Engine
+from outrider.models.tokenizer import Tokenizer
 from outrider.serve.loop import EngineLoop
 from outrider.serve.run import bind, serve, url_of
 from outrider.serve.service import Service
@@ -260,6 +261,52 @@ def test_a_request_that_breaks_the_engine_is_given_up(llm: LLM, monkeypatch: pyt
     assert (fine.status_code, health.status_code) == (200, 200)
 
 
+def test_what_nobody_foresaw_is_an_answer_like_any_other(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its id, and readable for a page that may call."""
+
+    def fails(_: object) -> None:
+        raise ZeroDivisionError("a secret")
+
+    monkeypatch.setattr("outrider.serve.status.models", fails)
+
+    async def work() -> Any:
+        async with serving(llm.engine, cors_origin=("https://page.example",)) as (client, _):
+            return await client.get("/v1/models", headers={"Origin": "https://page.example", "X-Request-Id": "mine"})
+
+    reply = run(work())
+    assert reply.status_code == 500
+    assert "secret" not in reply.text
+    assert reply.json()["error"]["type"] == "server_error"
+    assert reply.headers["x-request-id"] == "mine"
+    assert reply.headers["access-control-allow-origin"] == "https://page.example"
+    assert "x-request-id" in reply.headers["access-control-expose-headers"]
+
+
+@pytest.mark.parametrize("length", [1, 5000])
+def test_nothing_is_tokenised_on_the_engines_thread(llm: LLM, monkeypatch: pytest.MonkeyPatch, length: int) -> None:
+    """Neither prompt nor prediction, short or long: everybody waits for that thread."""
+    seen: dict[str, list[str]] = {}
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, **how: Any) -> list[int]:
+        seen.setdefault(text, []).append(threading.current_thread().name)
+        return encode(self, text, **how)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    guess = "y" * length
+
+    async def work() -> Any:
+        async with serving(llm.engine) as (client, _):
+            body = {"prompt": "x", "max_tokens": 3, "prediction": {"type": "content", "content": guess}}
+            return await client.post("/v1/completions", json=body)
+
+    assert run(work()).status_code == 200
+    assert set(seen) == {"x", guess}
+    names = [name for each in seen.values() for name in each]
+    assert "outrider-engine" not in names
+    assert (threading.current_thread().name in seen[guess]) is (length == 1), "a long one holds up the event loop"
+
+
 @pytest.mark.parametrize("error", [RuntimeError("again and again"), SystemExit("killed")])
 def test_a_dead_engine_fails_everything_at_once(
     folder: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
@@ -300,7 +347,10 @@ def test_a_dead_engine_fails_everything_at_once(
 def test_answers_of_fifty_at_once_are_each_ones_own(llm: LLM) -> None:
     prompts = [f"{i} {'the pass ' * (i % 5)}{i * 7}" for i in range(50)]
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8 + i % 9, ignore_eos=True) for i in range(50)]
-    wants = [llm.generate(prompt, own, PLAIN)[0].text for prompt, own in zip(prompts, params, strict=True)]
+    wants = [
+        llm.generate(prompt, own, SpecParams(repeatable=True))[0].text
+        for prompt, own in zip(prompts, params, strict=True)
+    ]
     assert len(set(wants)) > 40
 
     async def work() -> list[str]:

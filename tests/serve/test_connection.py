@@ -1,0 +1,184 @@
+"""Connections on which nothing moves, too many of them, and clients that are only slow."""
+
+from __future__ import annotations
+
+import json
+import resource
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from outrider import LLM
+from outrider.serve.connection import BACKLOG, FILES, HEAD, RESERVE, raised_file_limit, room
+from outrider.serve.run import Server
+from tests.serve.serving import PATIENCE, real_server
+
+SHORT = 0.2
+"""A client's timeout, so that the tests end."""
+LONG = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "logprobs": 5}
+
+
+@pytest.fixture
+def slow_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """Its long answers take many times a client's timeout."""
+    step = llm.engine.step
+
+    def slowed() -> Any:
+        time.sleep(0.003)
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", slowed)
+    return llm
+
+
+@contextmanager
+def small_pipe(server: Server, url: str, body: dict[str, Any]) -> Iterator[socket.socket]:
+    """A request on a connection that holds few bytes on their way."""
+    for listening in server.servers[0].sockets:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    with socket.socket() as client:
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.settimeout(PATIENCE)
+        client.connect(("127.0.0.1", int(url.rpartition(":")[2])))
+        data = json.dumps(body).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
+        client.sendall(head.encode() + data)
+        yield client
+
+
+def wait_for_idle(llm: LLM, server: Server) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while llm.engine.has_work or server._service.loop.answers or server.server_state.connections:
+        assert time.monotonic() < deadline, "it never ended"
+        time.sleep(0.005)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_reader_that_is_gone_for_good_is_given_up(slow_engine: LLM, stream: bool) -> None:
+    """In a stream long before the answer is there; a whole answer that nobody takes does not stay either."""
+    aborted = slow_engine.engine.metrics.requests_aborted
+    body = {**LONG, "stream": stream, "n": 1 if stream else 3, "max_tokens": 900 if stream else 100}
+    with real_server(slow_engine.engine, client_timeout=SHORT) as (url, server), small_pipe(server, url, body):
+        while not server.server_state.connections:
+            time.sleep(0.001)
+        wait_for_idle(slow_engine, server)
+    assert slow_engine.engine.metrics.requests_aborted - aborted == stream
+
+
+def test_a_slow_reader_gets_all_of_it(llm: LLM) -> None:
+    body = {**LONG, "stream": True, "max_tokens": 200}
+    got, slept = b"", 0.0
+    with real_server(llm.engine, client_timeout=SHORT) as (url, server), small_pipe(server, url, body) as client:
+        while not got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
+            piece = client.recv(1024)
+            assert piece, got[-200:]
+            got += piece
+            time.sleep(0.02)
+            slept += 0.02
+    assert slept > 4 * SHORT, "it was not slow: the test is too easy"
+    assert got.count(b'"finish_reason":"length"') == 1
+
+
+def test_an_answer_that_takes_long_is_waited_for(slow_engine: LLM) -> None:
+    """The client has sent all of its request, and there is nothing to read yet."""
+    with real_server(slow_engine.engine, client_timeout=SHORT) as (url, _):
+        began = time.monotonic()
+        reply = httpx.post(f"{url}/v1/completions", json={**LONG, "max_tokens": 250}, timeout=PATIENCE)
+        assert time.monotonic() - began > 2 * SHORT, "it was quick: the test is too easy"
+    assert reply.json()["usage"]["completion_tokens"] == 250
+
+
+def test_who_says_nothing_or_half_a_request_is_given_up(llm: LLM) -> None:
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000\r\n\r\n"
+    whole = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    with real_server(llm.engine, client_timeout=SHORT) as (url, server):
+        for sent in (b"", b"POST /v1/comp", head, head + b'{"prompt":', whole, whole + b"GET /he"):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE) as client:
+                client.sendall(sent)
+                got = b""
+                try:
+                    while piece := client.recv(4096):
+                        got += piece
+                except ConnectionResetError:
+                    pass
+                assert got.startswith(b"HTTP/1.1 200") is sent.startswith(whole)
+        wait_for_idle(llm, server)
+
+
+def test_a_head_without_end_is_cut_off(llm: LLM) -> None:
+    """A large body may come at once with its head, a head of that size may not, of a later request neither."""
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * (2 * HEAD)}).encode()
+    fine = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    with real_server(llm.engine) as (url, server):
+        for first in (b"", fine):
+            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE) as client:
+                client.sendall(first)
+                if first:
+                    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+                try:
+                    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
+                    while True:
+                        client.sendall(b"X: " + b"x" * 1000 + b"\r\n")
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+        wait_for_idle(llm, server)
+
+
+def test_more_connections_than_there_are_files(llm: LLM) -> None:
+    """The next one is told to come again; when another has ended there is room."""
+    files = 4 * (RESERVE + 2) // 3
+    most = room(files)[1]
+    assert most is not None
+    with real_server(llm.engine, files=files) as (url, server):
+        port = int(url.rpartition(":")[2])
+        held = [socket.create_connection(("127.0.0.1", port)) for _ in range(most)]
+        while len(server.server_state.connections) < most:
+            time.sleep(0.001)
+        with socket.create_connection(("127.0.0.1", port), PATIENCE) as client:
+            got = b""
+            while piece := client.recv(4096):
+                got += piece
+        assert got.startswith(b"HTTP/1.1 503 ")
+        assert b"\r\nRetry-After: " in got
+        assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["code"] == "unavailable"
+        for each in held:
+            each.close()
+        while server.server_state.connections:
+            time.sleep(0.001)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "works", "asked", "have"),
+    [
+        (256, 4096, True, 4096, 4096),
+        (256, resource.RLIM_INFINITY, True, FILES, FILES),
+        (256, resource.RLIM_INFINITY, False, FILES, 256),
+        (4096, 4096, True, None, 4096),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, True, None, None),
+    ],
+)
+def test_as_many_files_as_the_system_lets_us(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, works: bool, asked: int | None, have: int | None
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def setrlimit(_: int, limits: tuple[int, int]) -> None:
+        seen.append(limits)
+        if not works:
+            raise ValueError("not allowed to raise maximum limit")
+
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", setrlimit)
+    assert raised_file_limit() == have
+    assert seen == ([] if asked is None else [(asked, hard)])
+    backlog, most = room(have)
+    assert backlog <= BACKLOG
+    assert (most is None) is (have is None)
+    if have is not None and most is not None:
+        assert most + backlog + RESERVE <= have
