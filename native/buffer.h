@@ -46,12 +46,13 @@ class Cutter {
   }
   int64_t used() const { return used_; }
 
- private:
 #ifdef OUTRIDER_SANITIZE
   static constexpr int64_t kGap = 128;
 #else
   static constexpr int64_t kGap = 0;
 #endif
+
+ private:
   uint8_t* base_;
   int64_t used_ = 0;
 };

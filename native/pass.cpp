@@ -264,11 +264,7 @@ struct Pass {
       const Piece after = piece(context.pool.next(), cursor);
       task.n_ahead = 0;
       if (after.tile) look_ahead(task, *after.tile, after.kv_head, after.from);
-      if (states) {
-        attend_stretch(task, now, now.from, now.states);
-      } else {
-        attend_tile(task, now);
-      }
+      states ? attend_stretch(task, now, now.from, now.states) : attend_tile(task, now);
       now = after;
     }
   }
@@ -391,6 +387,10 @@ void run_layers(Context& context, const std::vector<LayerOn>& layers, Plan& plan
   const auto work = [&](int thread) {
     for (size_t i = 0; i < passes.size(); i++) {
       if (i) context.pool.barrier();
+      if (Cutter::kGap) {  // it has the gaps of the last one's pieces, which lie elsewhere
+        if (!thread) passes[i].cut(context.scratch.data());
+        context.pool.barrier();
+      }
       passes[i].run(thread);
     }
   };
