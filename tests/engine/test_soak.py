@@ -186,5 +186,5 @@ def test_state_that_is_left_behind_is_seen() -> None:
     for i in range(40):
         served.run(served.add_request([i % VOCAB, 1, 2], SamplingParams(temperature=0, max_tokens=3)))
     after: Mapping[str, int] = sizes(served)
-    place = "engine.proposers['drafter']._indexes"
+    place = "engine._drafters.proposers['drafter']._indexes"
     assert (fresh[place], after[place]) == (0, 40)
