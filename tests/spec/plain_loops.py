@@ -88,7 +88,7 @@ def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0
     return loop
 
 
-def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.21, branches: int = 3) -> Loop:
+def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.2, branches: int = 3) -> Loop:
     """The likeliest continuations of all earlier places, each worth 4 to the power of the tokens that agree there."""
 
     def loop(text: list[int], n: int) -> Paths:
