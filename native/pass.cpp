@@ -72,8 +72,7 @@ struct Pass {
   bool alone = false;  // each thread for itself
   std::vector<Inputs> inputs{};
   Acts inner{};
-  float *q = nullptr, *k = nullptr, *v = nullptr, *turned = nullptr;
-  float *gate = nullptr, *up = nullptr, *state = nullptr, *scratch = nullptr;
+  float *q{}, *k{}, *v{}, *turned{}, *gate{}, *up{}, *state{}, *scratch{};
 
   const Kernels& kernels() const { return *context.kernels; }
   const Inputs& input(int thread) const { return inputs[alone ? static_cast<size_t>(thread) : 0]; }
@@ -254,17 +253,18 @@ struct Pass {
   // Threads take one piece after the other, and one ahead, so that its keys are on their way.
   void attend(int thread) {
     AttendTask task{};
-    task.n_heads = shared;
+    task.n_heads = shared, task.padded = padded, task.kv = kv;
     task.q_stride = layer.heads * padded;
-    task.padded = padded;
-    task.kv = kv;
     task.scratch = scratch + thread * scratch_floats;
     Cursor cursor{0, 0, state};
     for (Piece now = piece(context.pool.next(), cursor); now.tile;) {
       const Piece after = piece(context.pool.next(), cursor);
       task.n_ahead = 0;
       if (after.tile) look_ahead(task, *after.tile, after.kv_head, after.from);
-      states ? attend_stretch(task, now, now.from, now.states) : attend_tile(task, now);
+      if (states)
+        attend_stretch(task, now, now.from, now.states);
+      else
+        attend_tile(task, now);
       now = after;
     }
   }

@@ -87,7 +87,7 @@ void Pool::await(uint32_t phase) {
       relax();
     }
   } while (Clock::now() - begin < kPatience);
-  // The machine is oversubscribed: only a core that is idle is given to the thread waited for.
+  // The machine is oversubscribed: sleep, so that the thread waited for can have this core.
   std::unique_lock<std::mutex> lock(mutex_);
   waiting_.fetch_add(1);
   passed_.wait(lock, [&] { return phase_.load() != phase; });

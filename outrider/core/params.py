@@ -206,3 +206,7 @@ class SpecParams:
         _require(isinstance(self.enabled, bool), "enabled", self.enabled, "true or false")
         _require(isinstance(self.repeatable, bool), "repeatable", self.repeatable, "true or false")
         _require(m is None or (_whole(m) and m >= 0), "max_draft", m, "a whole number >= 0, or None")
+
+    def verification(self, method: str) -> str:
+        """The rule that verifies this request in an engine whose own rule is ``method``."""
+        return "coupled" if self.repeatable else method

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -46,7 +47,6 @@ class Drafters:
     def put(self, name: str, proposer: Proposer, blocks: BlockManager, max_rows: int, kv: Seq[LayerKV]) -> None:
         """Adds a drafter, or puts it in another's place. Raises OutriderError if it says that it cannot start; if it
         fails in any other way no request gets drafts of it."""
-        self._broken.discard(name)
         try:
             proposer.start(blocks, max_rows)
             proposer.share_kv(kv)
@@ -55,6 +55,8 @@ class Drafters:
         except Exception as error:
             self._broken.add(name)
             self._failed(name, (), error)
+        else:
+            self._broken.discard(name)
         self.proposers[name] = proposer
 
     def candidates(self, spec: SpecParams) -> list[str]:
@@ -109,8 +111,8 @@ class Drafters:
             if not own:
                 continue
             begin = time.perf_counter()
-            for span, draft in zip(own, self._drafts(name, own), strict=True):
-                span.draft = cut(span, draft)
+            for span, draft in zip(own, self._drafts(name, own, cut), strict=True):
+                span.draft = draft
             seconds[name] = time.perf_counter() - begin
         return seconds
 
@@ -131,19 +133,28 @@ class Drafters:
             with self._at_work(request.drafter, [request]):
                 self.proposers[request.drafter].release(seq.id)
 
-    def _drafts(self, name: str, spans: Seq[Span]) -> list[Draft]:
-        """What a drafter proposes, within the budgets."""
+    def _drafts(self, name: str, spans: Seq[Span], cut: Callable[[Span, Draft], Draft]) -> list[Draft]:
+        """What a drafter proposes, within the budgets and as ``cut`` leaves it."""
         try:
             drafts = self.proposers[name].propose(spans)
             if len(drafts) != len(spans):
                 raise ValueError(f"{len(drafts)} drafts for {len(spans)} sequences")
-            for token in (token for draft in drafts for token in draft.tokens):
-                if not 0 <= token < self._vocab_size:
-                    raise ValueError(f"token id {token}, where 0 to {self._vocab_size - 1} are allowed")
-            return [draft.truncated(span.budget) for span, draft in zip(spans, drafts, strict=True)]
+            for draft in drafts:
+                self._check(draft)
+            return [cut(span, draft.truncated(span.budget)) for span, draft in zip(spans, drafts, strict=True)]
         except Exception as error:
             self._failed(name, {self._requests[span.seq.id] for span in spans}, error)
             return [Draft.nothing("the drafter failed") for _ in spans]
+
+    def _check(self, draft: Draft) -> None:
+        """Raises ValueError for what would break the step of all, or the answer, later on."""
+        for token, q in zip(draft.tokens, draft.q, strict=True):
+            if not 0 <= token < self._vocab_size:
+                raise ValueError(f"token id {token}, where 0 to {self._vocab_size - 1} are allowed")
+            if q is not None and not q.prob(token) > 0.0:
+                raise ValueError(f"token id {token}, which its own q gives no probability")
+        if not all(math.isfinite(sure) for sure in draft.confidence or ()):
+            raise ValueError(f"confidence {draft.confidence}, where numbers are allowed")
 
     def _serves(self, name: str, request: Request) -> bool:
         return request.drafter == name and not request.drafter_failed

@@ -255,7 +255,7 @@ class Engine:
         if not span.reaches_end:
             return None
         seq, answer = span.seq, self._answer_of[span.seq.id]
-        method = "coupled" if seq.spec.repeatable else self.spec.rejection_sample_method
+        method = seq.spec.verification(self.spec.rejection_sample_method)
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
             return rows.settled(verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method))

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from outrider.core.config import MAX_AUTO_DRAFT
 from outrider.core.draft import Draft
@@ -215,13 +216,12 @@ class AutoLength(DraftController):
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
-        wishes = []
+        wishes, expected = [], []
         for i, request in weighed:
-            luck, least, falling = request.luck.ratio, 1.0, []
-            for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
-                least = min(least, chance * luck)
-                falling.append(least)
-            wishes.append(Wish(falling, (1.0,) * len(falling), row=self.costs.per_seen * request.context))
+            chances = list(accumulate(request.known.calibration.chances(spans[i].draft.confidence or ()), min))
+            lucky = [min(1.0, chance * request.luck.ratio) for chance in chances]
+            wishes.append(Wish(lucky, (1.0,) * len(lucky), row=self.costs.per_seen * request.context))
+            expected.append(chances)  # as they are: luck that is cut off at 1 would confirm itself
         wished = sum(lengths[i] for i, _ in weighed)
         ends = [len(span.seq) for span in spans if span.reaches_end]
         own_rows = len(ends) + sum(lengths) - wished
@@ -230,7 +230,7 @@ class AutoLength(DraftController):
         decision = best_budgets(wishes, own_rows, len(ends), seconds, wished, fixed)
         kept_rows = own_rows + sum(decision.budgets)
         more = max(0.0, seconds[kept_rows + 1] - seconds[kept_rows])
-        for (i, request), wish, kept in zip(weighed, wishes, decision.budgets, strict=True):
+        for (i, request), wish, chances, kept in zip(weighed, wishes, expected, decision.budgets, strict=True):
             request.trusted = kept
             dropped = kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0)
             if dropped and request.account >= more + wish.row:
@@ -239,7 +239,7 @@ class AutoLength(DraftController):
                 kept += 1
             lengths[i] = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
-            request.expected = sum(wish.survival[:kept]) / request.luck.ratio
+            request.expected = sum(chances[:kept])
 
     def observe(self, record: StepRecord) -> None:
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
@@ -323,8 +323,8 @@ class AutoLength(DraftController):
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
             if request.on:
                 doubt = DOUBT / math.sqrt(PULL + request.survival.known)
-            chances = [s + doubt * math.sqrt(s * (1 - s)) for s in survival[:depth] if s]
-            wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
+            chances = (min(1.0, s + doubt * math.sqrt(s * (1 - s))) for s in survival[:depth] if s)
+            wish = Wish(list(accumulate(chances, min)), presence, drafter.cost.base, drafter.cost.slope, row)
         request.wish = wish
         return wish
 

@@ -21,7 +21,7 @@ _MANY = 64  # tokens from which on arrays are faster
 
 
 class TextIndex:
-    """Where the n-grams of one or several texts end. Taking in or forgetting a token costs the same at any size."""
+    """Where the n-grams of one or several texts end. A token more or less costs nearly the same at any size."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         """``lengths`` are those of the n-grams that are kept."""

@@ -115,7 +115,7 @@ class Eagle(Proposer):
             kv_bytes_per_token=FeaturePool.bytes_per_token(head.config, dtype),
             weight_bytes=head.weight_bytes,
         )
-        self._pick = draft_pick_for(method)
+        self._method = method
         self._samplers: dict[int, tuple[Sampler, History]] = {}
 
     def start(self, blocks: BlockManager, max_rows: int) -> None:
@@ -260,7 +260,8 @@ class Eagle(Proposer):
             dist = sampler.dist_at(row, history, tree.path(node))
         except Exception:  # the target will meet the same rule, and say so
             return -1
-        token = self._pick(dist, seq.seed, len(seq), tree.depth, len(tree.tokens))
+        pick = draft_pick_for(seq.spec.verification(self._method))
+        token = pick(dist, seq.seed, len(seq), tree.depth, len(tree.tokens))
         return tree.add(token, node, None if dist.certain else dist, -float(tree.depth))
 
     def _children(self, tree: _Tree, logits: torch.Tensor) -> list[int]:

@@ -155,7 +155,7 @@ class TwoModels(Proposer):
         self._kv_cache_dtype = settings.kv_cache_dtype or "auto"
         kv_bytes = KVPool.bytes_per_token(drafter.config, pick_kv_dtype(self._kv_cache_dtype, decoder.dtype))
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
-        self._pick = draft_pick_for(method)
+        self._method = method
         self._paths = settings.paths
         self._widest = max(child_counts(self._paths).values())
         self._trees: dict[int, Mapping[Ranks, int]] = {}  # by budget
@@ -294,8 +294,9 @@ class TwoModels(Proposer):
             return [(int(token), None) for token in dist.ids[order]]
         children: list[tuple[int, Dist | None]] = []
         left: Dist | None = dist
+        pick = draft_pick_for(seq.spec.verification(self._method))
         while left is not None and len(children) < width:
-            token = self._pick(left, seq.seed, len(seq), depth, index + len(children))
+            token = pick(left, seq.seed, len(seq), depth, index + len(children))
             children.append((token, left))
             left = left.without(token)
         return children

@@ -119,7 +119,7 @@ class SelfDraft(Proposer):
     def __init__(self, target: LoadedModel, layers: Sequence[int], method: str, sample_method: str) -> None:
         self.target, self.layers = target, tuple(layers)
         self.decoder = target.decoder.with_layers(self.layers)
-        self._pick = draft_pick_for(method)
+        self._method = method
         self._always_certain = sample_method == "greedy"
         self._rules: dict[int, tuple[Sampler, History]] = {}
 
@@ -161,7 +161,8 @@ class SelfDraft(Proposer):
             g.q.append(None)
         else:
             depth = len(g.tokens) + 1
-            g.tokens.append(self._pick(dist, seq.seed, len(seq), depth, depth - 1))
+            pick = draft_pick_for(seq.spec.verification(self._method))
+            g.tokens.append(pick(dist, seq.seed, len(seq), depth, depth - 1))
             g.q.append(dist)
 
     def _rules_of(self, seq: Seq) -> tuple[Sampler, History]:
