@@ -169,6 +169,21 @@ def test_rows_that_the_drafter_is_right_not_to_trust_are_cut() -> None:
     assert any(kept[False][-300:]), "what is never tried is never known"
 
 
+def test_luck_is_measured_by_the_calibration_itself() -> None:
+    """A chance times luck is cut off at 1; were that what is expected, luck would confirm itself and never fade."""
+    controller = auto()
+    seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
+    span = Span(seq, 63, 1, 4)
+    controller.budgets([span], 99)
+    request = controller._requests[0]
+    request.luck.add(0.0, 30.0)
+    assert request.luck.ratio > 3
+    span.budget, span.draft = 3, Draft.chain([1, 2, 3]).sure((0.9, 1.0, 0.7))
+    assert controller.trim([span]) == [3]
+    first, _, third = request.known.calibration.chances((0.9, 1.0, 0.7))
+    assert request.expected == pytest.approx(first + first + third)
+
+
 def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:
     controller = auto()
     seq = Sequence(0, [1] * 64, 64, SamplingParams(), SpecParams(drafter="model"), seed=0)
