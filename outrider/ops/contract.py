@@ -1,4 +1,4 @@
-"""The contract of the numeric operations: whole decoder layers, so that an implementation can fuse what it likes.
+"""The contract of the numeric operations: whole passes and layers, so that an implementation can fuse what it likes.
 
 Two implementations: ``reference`` (torch: any device, any dtype) and ``native`` (C++, CPU). Both work on the same flat
 rows, the same paged KV and the same masks.
