@@ -118,6 +118,10 @@ class Connection(_Base):
         self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(self.patience, self.transport.abort)
 
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP, in the shape of the others."""
+        self.refuse(ApiError(400, msg))
+
     def _look(self) -> None:
         """Ends the connection if nothing has moved since the last look although it is the client's turn."""
         left, before = self.transport.get_write_buffer_size(), self._left
@@ -168,7 +172,7 @@ class HeadLimit(Connection):
             allowed = f"the request's line and headers have more than {HEAD} bytes, which is what is allowed"
             self.refuse(ApiError(431, allowed, code="headers_too_large"))
         else:
-            self.refuse(ApiError(400, msg))
+            super().send_400_response(msg)
 
 
 def watched(kind: type[asyncio.Protocol], patience: float, most: int | None) -> type[asyncio.Protocol]:

@@ -127,6 +127,19 @@ def read_to_end(client: socket.socket) -> bytes:
     return got
 
 
+def read_answer(client: socket.socket) -> bytes:
+    got = b""
+    while b"\r\n\r\n" not in got or len(got.partition(b"\r\n\r\n")[2]) < length_in(got):
+        piece = client.recv(1 << 16)
+        assert piece, got
+        got += piece
+    return got
+
+
+def length_in(answer: bytes) -> int:
+    return int(answer.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
+
+
 def wait_for_work(llm: LLM) -> None:
     deadline = time.monotonic() + PATIENCE
     while not llm.engine.has_work:
@@ -165,11 +178,12 @@ GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 )
 def test_too_large_a_head_is_refused(llm: LLM, head: bytes, later: bool) -> None:
     """A large body may come at once with its head, a head of that size may not, of a later request neither."""
+    pytest.importorskip("httptools", reason="h11 has a limit of its own, and answers 400")
     fine = post({"prompt": "x", "max_tokens": 1, "user": "x" * (2 * HEAD)})
     with real_server(llm.engine) as (url, server), connect(url) as client:
         if later:
             client.sendall(fine)
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
         client.sendall(head)
         got = read_to_end(client)
         client.close()
@@ -186,7 +200,7 @@ def test_as_large_a_head_as_is_allowed(llm: LLM) -> None:
     with real_server(llm.engine) as (url, _), connect(url) as client:
         for _ in range(3):
             client.sendall(GET + LINES[: 60 * 1007] + b"\r\n\r\n")
-            assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
 
 
 def test_what_is_no_request_gets_the_usual_error(llm: LLM) -> None:
@@ -219,7 +233,7 @@ def test_a_body_in_small_pieces_is_no_head(llm: LLM) -> None:
     pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in data)
     with real_server(llm.engine) as (url, _), connect(url) as client:
         client.sendall(head + pieces + b"0\r\nX-Check: 1\r\n\r\n")
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
 
 
 @pytest.mark.parametrize("chunked", [False, True])
@@ -236,9 +250,9 @@ def test_an_answer_before_the_end_of_the_body_is_seen(
     body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if chunked else b"x" * size
     with real_server(llm.engine, api_key=("k",), max_body_mib=1) as (url, server), connect(url) as client:
         client.sendall(head.encode() + body)
-        assert client.recv(1 << 16).startswith(b"HTTP/1.1 %d " % status)
+        assert read_answer(client).startswith(b"HTTP/1.1 %d " % status)
         client.sendall(GET + b"\r\n")
-        assert b"HTTP/1.1 200" in client.recv(1 << 16)
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
         client.close()
         wait_for_idle(llm, server)
 
