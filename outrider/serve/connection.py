@@ -4,21 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from outrider.serve.errors import unavailable
+from outrider.serve.errors import ApiError, unavailable
 
 RESERVE = 64
 """Files that the server has open beside its clients' connections."""
 BACKLOG = 2048
 """Clients that wait to be let in at most; as many may come in at once."""
 HEAD = 1 << 16
-"""Bytes of a request before its body at most; not every protocol has a limit of its own."""
+"""Bytes of a request before its body at most, and after it."""
+DRAIN = 1 << 26
+"""Bytes that are taken, and thrown away, of a request that has its answer, so that its client comes to read that."""
 FILES = 1 << 16
 """Open files to ask the system for where it sets no limit of its own."""
 
 if TYPE_CHECKING:
-    _Base = asyncio.Protocol
+
+    class _Base(asyncio.Protocol):
+        url: bytes
+        headers: list[tuple[bytes, bytes]]
+
+        def on_headers_complete(self) -> None: ...
+        def on_body(self, body: bytes) -> None: ...
 else:
     _Base = object
 
@@ -65,16 +74,18 @@ class Connection(_Base):
     patience: float
     most: int | None
     connections: set[Any]  # uvicorn's, all that are open
-    cycle: Any  # uvicorn's, the request at hand
+    cycle: Any  # uvicorn's, the latest request
+    flow: Any  # uvicorn's
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        self._moved, self._left, self._head = False, 0, 0
+        self._sent = self._took = self._refused = False
+        self._left = self._wasted = 0
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
         self.transport.set_write_buffer_limits(high=0)  # whatever the system does not take stops the answer
         if self.most is not None and len(self.connections) > self.most:
-            self.transport.write(_refusal())
+            self.transport.write(_response(unavailable("the server has as many connections as it can hold; try again")))
             self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -82,41 +93,96 @@ class Connection(_Base):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        self._moved = True
-        super().data_received(data)
-        self._head = self._head + len(data) if self._awaits_head() else 0
-        if self._head > HEAD:
+        self._sent = True
+        if not self._refused:
+            super().data_received(data)
+        self._wasted = self._wasted + len(data) if self._awaits_head() else 0
+        if self._wasted > DRAIN:
             self.transport.abort()
 
     def resume_writing(self) -> None:
-        self._moved = True
+        self._took = True
         super().resume_writing()
+
+    def refuse(self, error: ApiError) -> None:
+        """Answers what is no request, and ends the connection once the client has seen that or had time to."""
+        if self._refused:
+            return
+        if not self._awaits_head():  # it would be taken for the answer that is still to come
+            self.transport.abort()
+            return
+        self._refused = True
+        self.transport.write(_response(error))
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self.patience, self.transport.abort)
+
+    def send_400_response(self, msg: str) -> None:
+        """uvicorn's answer to what is no HTTP, in the shape of the others."""
+        self.refuse(ApiError(400, msg))
 
     def _look(self) -> None:
         """Ends the connection if nothing has moved since the last look although it is the client's turn."""
         left, before = self.transport.get_write_buffer_size(), self._left
-        takes_nothing = 0 < before <= left
-        if not self._moved and (takes_nothing or (not left and self._awaits_request())):
+        takes_nothing = not self._took and 0 < before <= left
+        says_nothing = not self._sent and not left and self._awaits_request()
+        if takes_nothing or says_nothing:
             self.transport.abort()
             return
-        self._moved, self._left = False, left
+        self._sent, self._took, self._left = False, False, left
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
 
     def _awaits_request(self) -> bool:
-        return self._awaits_head() or bool(self.cycle.more_body)
+        return not self.flow.read_paused and (self._awaits_head() or bool(self.cycle.more_body))
 
     def _awaits_head(self) -> bool:
         return self.cycle is None or bool(self.cycle.response_complete)
 
 
+class HeadLimit(Connection):
+    """For a protocol whose parser (httptools) takes a head of any size."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._head, self._too_large, self._ended = 0, False, False
+        super().connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Counts what is neither body nor a head that has ended: a head, or what follows a body in chunks."""
+        self._ended = False
+        super().data_received(data)
+        self._head = 0 if self._ended else self._head + len(data)
+        if self._head > HEAD:
+            self._too_large = True
+            self.send_400_response("")
+
+    def on_headers_complete(self) -> None:
+        if len(self.url) + sum(len(name) + len(value) for name, value in self.headers) > HEAD:
+            self._too_large = True
+            raise ValueError("the parser gives up, and uvicorn calls send_400_response")
+        self._ended = True
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._ended = True
+        super().on_body(body)
+
+    def send_400_response(self, msg: str) -> None:
+        if self._too_large:
+            allowed = f"the request's line and headers have more than {HEAD} bytes, which is what is allowed"
+            self.refuse(ApiError(431, allowed, code="headers_too_large"))
+        else:
+            super().send_400_response(msg)
+
+
 def watched(kind: type[asyncio.Protocol], patience: float, most: int | None) -> type[asyncio.Protocol]:
     """uvicorn's protocol ``kind`` with such a watch; at most ``most`` connections, more are told to come again."""
-    return type("Connection", (Connection, kind), {"patience": patience, "most": most})
+    watch = HeadLimit if hasattr(kind, "on_headers_complete") else Connection  # h11 has a limit of its own
+    return type("Connection", (watch, kind), {"patience": patience, "most": most})
 
 
-def _refusal() -> bytes:
-    error = unavailable("the server has as many connections as it can hold; try again")
+def _response(error: ApiError) -> bytes:
     body = json.dumps(error.body).encode()
     head = {"Content-Type": "application/json", "Content-Length": len(body), "Connection": "close", **error.headers}
     lines = "".join(f"{name}: {value}\r\n" for name, value in head.items())
-    return f"HTTP/1.1 503 Service Unavailable\r\n{lines}\r\n".encode() + body
+    return f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\n{lines}\r\n".encode() + body

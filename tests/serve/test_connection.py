@@ -14,6 +14,7 @@ import httpx
 import pytest
 
 from outrider import LLM
+from outrider.serve import connection
 from outrider.serve.connection import BACKLOG, FILES, HEAD, RESERVE, raised_file_limit, room
 from outrider.serve.run import Server
 from tests.serve.serving import PATIENCE, real_server
@@ -110,23 +111,183 @@ def test_who_says_nothing_or_half_a_request_is_given_up(llm: LLM) -> None:
         wait_for_idle(llm, server)
 
 
-def test_a_head_without_end_is_cut_off(llm: LLM) -> None:
+def connect(url: str) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE)
+
+
+def post(body: dict[str, Any]) -> bytes:
+    data = json.dumps(body).encode()
+    return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def read_to_end(client: socket.socket) -> bytes:
+    got = b""
+    while piece := client.recv(1 << 16):
+        got += piece
+    return got
+
+
+def read_answer(client: socket.socket) -> bytes:
+    got = b""
+    while b"\r\n\r\n" not in got or len(got.partition(b"\r\n\r\n")[2]) < length_in(got):
+        piece = client.recv(1 << 16)
+        assert piece, got
+        got += piece
+    return got
+
+
+def length_in(answer: bytes) -> int:
+    return int(answer.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
+
+
+def wait_for_work(llm: LLM) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not llm.engine.has_work:
+        assert time.monotonic() < deadline, "it never began"
+        time.sleep(0.001)
+
+
+def sent_until_cut_off(client: socket.socket, piece: bytes, pause: float = 0.0) -> int:
+    """How many bytes went off, what the system holds among them, before the server would not have more."""
+    sent, most, deadline = 0, 1 << 26, time.monotonic() + PATIENCE
+    try:
+        while sent < most and time.monotonic() < deadline:
+            client.sendall(piece)
+            sent += len(piece)
+            time.sleep(pause)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    return sent
+
+
+LINES = b"".join(b"X-%d: " % i + b"x" * 1000 + b"\r\n" for i in range(64))
+"""Headers, nearly as many as are allowed."""
+GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
+
+
+@pytest.mark.parametrize("later", [False, True])
+@pytest.mark.parametrize(
+    "head",
+    [
+        GET + 4 * LINES,
+        GET + 2 * LINES + b"\r\n",
+        GET + b"X: " + b"x" * (2 * HEAD),
+        b"GET /" + b"x" * (2 * HEAD) + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    ],
+    ids=["without end", "whole", "one", "path"],
+)
+def test_too_large_a_head_is_refused(llm: LLM, head: bytes, later: bool) -> None:
     """A large body may come at once with its head, a head of that size may not, of a later request neither."""
-    body = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * (2 * HEAD)}).encode()
-    fine = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
-    with real_server(llm.engine) as (url, server):
-        for first in (b"", fine):
-            with socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE) as client:
-                client.sendall(first)
-                if first:
-                    assert client.recv(1 << 16).startswith(b"HTTP/1.1 200")
-                try:
-                    client.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n")
-                    while True:
-                        client.sendall(b"X: " + b"x" * 1000 + b"\r\n")
-                except (BrokenPipeError, ConnectionResetError):
-                    pass
+    pytest.importorskip("httptools", reason="h11 has a limit of its own, and answers 400")
+    fine = post({"prompt": "x", "max_tokens": 1, "user": "x" * (2 * HEAD)})
+    with real_server(llm.engine) as (url, server), connect(url) as client:
+        if later:
+            client.sendall(fine)
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
+        client.sendall(head)
+        got = read_to_end(client)
+        client.close()
         wait_for_idle(llm, server)
+    assert got.startswith(b"HTTP/1.1 431 Request Header Fields Too Large\r\n")
+    assert b"\r\nConnection: close\r\n" in got
+    error = json.loads(got.partition(b"\r\n\r\n")[2])["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["code"] == "headers_too_large"
+    assert str(HEAD) in error["message"]
+
+
+def test_as_large_a_head_as_is_allowed(llm: LLM) -> None:
+    with real_server(llm.engine) as (url, _), connect(url) as client:
+        for _ in range(3):
+            client.sendall(GET + LINES[: 60 * 1007] + b"\r\n\r\n")
+            assert read_answer(client).startswith(b"HTTP/1.1 200")
+
+
+def test_what_is_no_request_gets_the_usual_error(llm: LLM) -> None:
+    with real_server(llm.engine) as (url, _), connect(url) as client:
+        client.sendall(b"\x16\x03\x01 hello\r\n\r\n")
+        got = read_to_end(client)
+    assert got.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert json.loads(got.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+
+
+def test_who_never_stops_sending_is_cut_off(slow_engine: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a head; in what follows a body in chunks; in the head behind a request that runs; in a refused body."""
+    monkeypatch.setattr(connection, "DRAIN", 1 << 20)
+    chunked = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+    refused = b"POST /nowhere HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1000000000\r\n\r\n"
+    with real_server(slow_engine.engine, max_body_mib=0.01) as (url, server):
+        for first in (GET, chunked, post(LONG), refused):
+            with connect(url) as client:
+                client.sendall(first)
+                if first == post(LONG):
+                    wait_for_work(slow_engine)
+                    client.sendall(GET)
+                assert sent_until_cut_off(client, LINES) < 1 << 25
+            wait_for_idle(slow_engine, server)
+
+
+def test_a_body_in_small_pieces_is_no_head(llm: LLM) -> None:
+    data = json.dumps({"prompt": "x", "max_tokens": 1, "user": "x" * (HEAD // 2)}).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in data)
+    with real_server(llm.engine) as (url, _), connect(url) as client:
+        client.sendall(head + pieces + b"0\r\nX-Check: 1\r\n\r\n")
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize(
+    ("path", "key", "status"), [("completions", "k", 413), ("completions", "", 401), ("x", "k", 404)]
+)
+def test_an_answer_before_the_end_of_the_body_is_seen(
+    llm: LLM, path: str, key: str, status: int, chunked: bool
+) -> None:
+    """By a client that reads when all is sent, and whose connection serves it further."""
+    size = 1 << 24
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
+    body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if chunked else b"x" * size
+    with real_server(llm.engine, api_key=("k",), max_body_mib=1) as (url, server), connect(url) as client:
+        client.sendall(head.encode() + body)
+        assert read_answer(client).startswith(b"HTTP/1.1 %d " % status)
+        client.sendall(GET + b"\r\n")
+        assert read_answer(client).startswith(b"HTTP/1.1 200")
+        client.close()
+        wait_for_idle(llm, server)
+
+
+def test_a_reader_that_only_sends_is_given_up(slow_engine: LLM) -> None:
+    body = {**LONG, "stream": True}
+    aborted = slow_engine.engine.metrics.requests_aborted
+    with (
+        real_server(slow_engine.engine, client_timeout=SHORT) as (url, server),
+        small_pipe(server, url, body) as client,
+    ):
+        wait_for_work(slow_engine)
+        assert sent_until_cut_off(client, b"\r\n", SHORT / 4) < 500
+        wait_for_idle(slow_engine, server)
+    assert slow_engine.engine.metrics.requests_aborted == aborted + 1
+
+
+def test_a_request_that_waits_behind_another_is_not_silent(slow_engine: LLM) -> None:
+    """The server itself reads no more of it while it answers the first."""
+    first, second = post({**LONG, "max_tokens": 250}), post({"prompt": "x", "max_tokens": 1})
+    with real_server(slow_engine.engine, client_timeout=SHORT) as (url, _), connect(url) as client:
+        client.sendall(first)
+        wait_for_work(slow_engine)
+        began = time.monotonic()
+        head, end, rest = second.partition(b"\r\n\r\n")
+        client.sendall(head + end)
+        time.sleep(SHORT / 2)
+        client.sendall(rest)
+        got = b""
+        while got.count(b'"usage"') < 2:
+            piece = client.recv(1 << 16)
+            assert piece, got[-200:]
+            got += piece
+        assert time.monotonic() - began > 3 * SHORT, "it was quick: the test is too easy"
+    assert got.count(b"HTTP/1.1 200") == 2
 
 
 def test_more_connections_than_there_are_files(llm: LLM) -> None:
