@@ -10,6 +10,7 @@ import pytest
 from outrider.core.dist import Dist
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.engine.engine import Engine
+from outrider.spec.drafts import eagle
 from tests.engine.drafters import context_for, registered
 from tests.engine.harness import make_engine, toy_target
 from tests.engine.laws import Law, joint_law, p_value, raw_logits
@@ -59,12 +60,12 @@ def test_the_law_of_the_first_three_tokens(name: str, method: str) -> None:
     assert 0.05 < stats.acceptance_rate < 0.95
 
 
-def test_a_chain_that_lies_about_its_draws_is_caught() -> None:
+def test_a_chain_that_lies_about_its_draws_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same head, its tokens the likeliest ones under the name of draws."""
     drafter: Any = dict(registered())["eagle chain"](context_for(TARGET))
 
     def likeliest(dist: Dist, seed: int, base: int, depth: int, index: int) -> int:
         return int(dist.ids[dist.probs.argmax()])
 
-    drafter._pick = likeliest
+    monkeypatch.setattr(eagle, "draft_pick_for", lambda method: likeliest)
     assert p_value(outputs(engine_of(drafter, "standard"), 2000), law()) < 1e-6
