@@ -356,3 +356,11 @@ def test_the_law_of_a_merged_draft_is_the_targets(parts: tuple[Propose, ...], bu
 def test_leaving_out_a_drawn_token_for_its_value_would_be_seen() -> None:
     target, drafter = toy(SamplingParams(), 1, vocab_size=3), toy(SamplingParams(), 2, vocab_size=3)
     assert gap(target, drafter, united(certain, drawn(1), budget=5, choosy=True), "standard", n=2) > 1e-3
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_united_nodes_are_as_likely_as_the_surest_part_says(swapped: bool) -> None:
+    drafts = [Draft.chain([1, 2]).sure([0.5, 0.4]), Draft.chain([1, 3]).sure([0.9, 0.3])]
+    whole = unite(drafts[::-1] if swapped else drafts, _in_order, 4)
+    assert whole.confidence is not None
+    assert dict(zip(whole.tokens, whole.confidence, strict=True)) == {1: 0.9, 2: 0.4, 3: 0.3}
