@@ -47,7 +47,7 @@ def chunk_batch(ids: Sequence[int], start: int, end: int) -> Batch:
 def losses(model: LoadedModel, ids: Sequence[int], window: int) -> torch.Tensor:
     """-log p of every scored token, f64."""
     decoder = model.decoder
-    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, decoder.dtype, decoder.device)
+    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, decoder.kv_dtype, decoder.device)
     found: list[torch.Tensor] = []
     for first in range(0, len(ids) - 1, window):
         piece = ids[first : first + window]

@@ -36,7 +36,9 @@ class EngineConfig:
     num_kv_blocks: int | None = setting(None, "KV blocks; default: as kv_cache_mib allows", low=1)
     kv_cache_mib: int = setting(512, "memory for the KV cache (target and draft model together), MiB", low=1)
     kv_cache_dtype: str = setting(
-        "auto", "how keys and values are stored; auto is as the model computes", choices=KV_CACHE_DTYPES
+        "auto",
+        "how keys and values are stored; auto: 16 bits on native operations, else as the model computes",
+        choices=KV_CACHE_DTYPES,
     )
     max_num_seqs: int = setting(16, "sequences that run at once", low=1)
     max_num_batched_tokens: int = setting(512, "rows in one forward pass: longer prompts are cut in chunks", low=1)

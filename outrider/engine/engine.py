@@ -60,7 +60,7 @@ class Engine:
         self.memory = plan_memory(
             config,
             decoder.weight_bytes,
-            KVPool.bytes_per_token(shape, pick_kv_dtype(config.kv_cache_dtype, decoder.dtype)),
+            KVPool.bytes_per_token(shape, pick_kv_dtype(config.kv_cache_dtype, decoder.kv_dtype)),
             sum(n.weight_bytes for n in needs),
             sum(n.kv_bytes_per_token for n in needs),
             max_len,

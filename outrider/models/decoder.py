@@ -190,6 +190,11 @@ class Decoder:
         return self.final_norm.dtype
 
     @property
+    def kv_dtype(self) -> torch.dtype:
+        """Of keys and values, unless told otherwise."""
+        return self.ops.kv_dtype(self.dtype)
+
+    @property
     def device(self) -> torch.device:
         return self.final_norm.device
 

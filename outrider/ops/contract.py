@@ -158,7 +158,10 @@ class Ops(Protocol):
         """Implementation, instruction set and threads, for people."""
 
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of hidden states and norms (and KV unless told otherwise) in a model loaded as ``dtype``."""
+        """The type of hidden states and norms in a model loaded as ``dtype``."""
+
+    def kv_dtype(self, computed: torch.dtype) -> torch.dtype:
+        """How the KV of a model that computes in ``computed`` is stored, unless told otherwise."""
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

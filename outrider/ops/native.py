@@ -182,6 +182,9 @@ class NativeOps:
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return torch.float32
 
+    def kv_dtype(self, computed: torch.dtype) -> torch.dtype:
+        return torch.bfloat16  # half the bytes, and a long context is read at every step
+
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
     ) -> NativeWeight:

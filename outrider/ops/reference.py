@@ -65,6 +65,9 @@ class ReferenceOps:
     def compute_dtype(self, dtype: torch.dtype) -> torch.dtype:
         return dtype
 
+    def kv_dtype(self, computed: torch.dtype) -> torch.dtype:
+        return computed
+
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None
     ) -> Weight:

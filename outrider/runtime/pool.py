@@ -11,9 +11,9 @@ from outrider.models.config import ModelConfig
 from outrider.ops.contract import LayerKV
 
 
-def pick_kv_dtype(kv_cache_dtype: str, computed: torch.dtype) -> torch.dtype:
-    """The type that a ``kv_cache_dtype`` means for a model that computes in ``computed``."""
-    kind: torch.dtype = computed if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype)
+def pick_kv_dtype(kv_cache_dtype: str, auto: torch.dtype) -> torch.dtype:
+    """The type that a ``kv_cache_dtype`` means for a model whose KV is stored as ``auto`` unless told otherwise."""
+    kind: torch.dtype = auto if kv_cache_dtype == "auto" else getattr(torch, kv_cache_dtype)
     return kind
 
 

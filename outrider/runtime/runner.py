@@ -26,7 +26,7 @@ class Runner:
         self.decoder = decoder
         self.block_size = block_size
         self.kv_cache_dtype = kv_cache_dtype
-        dtype = pick_kv_dtype(kv_cache_dtype, decoder.dtype)
+        dtype = pick_kv_dtype(kv_cache_dtype, decoder.kv_dtype)
         self.pool = KVPool(decoder.config, n_blocks, block_size, dtype, decoder.device)
         self._stacks: dict[tuple[int, ...], tuple[LayerStack, ...]] = {}  # by feature layers
 

@@ -28,7 +28,10 @@ from tests.tiny import write_tiny_model
 from tests.toy import toy_config
 
 TYPES = ("bfloat16", "int8")
-OPERATIONS = ("reference", pytest.param("native", marks=pytest.mark.skipif(not available(), reason="not built")))
+BUILT = pytest.mark.skipif(not available(), reason="not built")
+OPERATIONS = ("reference", pytest.param("native", marks=BUILT))
+# With each kind of operations, the types that "auto" is not.
+OTHERS = [("reference", kv) for kv in TYPES] + [pytest.param("native", kv, marks=BUILT) for kv in ("float32", "int8")]
 PROMPTS = [prompt_of(length, seed) for length, seed in ((3, 1), (9, 1), (14, 2), (25, 3), (6, 4), (14, 1))]
 GREEDY = greedy(24)
 DRAFTERS = dict(registered())
@@ -47,8 +50,7 @@ def alone(ops: str, kv: str) -> tuple[RequestOutput, ...]:
     return tuple(plain(target(ops), prompt, GREEDY, kv_cache_dtype=kv) for prompt in PROMPTS)
 
 
-@pytest.mark.parametrize("kv", TYPES)
-@pytest.mark.parametrize("ops", OPERATIONS)
+@pytest.mark.parametrize(("ops", "kv"), OTHERS)
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_every_drafter_gives_the_plain_output_of_the_same_type(name: str, ops: str, kv: str) -> None:
     """Chunked prompts, preemption, trees, and all of it once more out of the prefix cache."""
@@ -67,12 +69,22 @@ def test_the_type_is_really_in_use(ops: str) -> None:
     """A control for the tests here: log-probabilities of each type are near those of the others, and not the same."""
     params = greedy(8, logprobs=1)
     seen = []
-    for kv in ("auto", *TYPES):
+    for kv in ("auto", *(("float32", "int8") if ops == "native" else TYPES)):
         entries = plain(target(ops), PROMPTS[3], params, kv_cache_dtype=kv).completions[0].logprobs
         assert entries
         seen.append(entries[0].logprob)
     for a, b in itertools.combinations(seen, 2):
         assert 1e-7 < abs(a - b) < 0.5
+
+
+@pytest.mark.parametrize("ops", OPERATIONS)
+def test_auto_is_16_bits_on_native_operations(ops: str) -> None:
+    """And as the model computes on others; the memory plan knows."""
+    model, auto = target(ops), torch.bfloat16 if ops == "native" else torch.float64
+    engine = make_engine(model, DRAFTERS["none"](context_for(model)))
+    parts = [part for kv in engine.runner.pool.layers for part in kv.parts]
+    assert {part.dtype for part in parts} == {auto}
+    assert engine.memory.target_kv == sum(part.nbytes for part in parts)
 
 
 @pytest.mark.parametrize("forgotten", [False, True])

@@ -153,7 +153,7 @@ class TwoModels(Proposer):
         self.max_len = min(settings.max_model_len or drafter.config.max_position, drafter.config.max_position)
         decoder = drafter.decoder
         self._kv_cache_dtype = settings.kv_cache_dtype or "auto"
-        kv_bytes = KVPool.bytes_per_token(drafter.config, pick_kv_dtype(self._kv_cache_dtype, decoder.dtype))
+        kv_bytes = KVPool.bytes_per_token(drafter.config, pick_kv_dtype(self._kv_cache_dtype, decoder.kv_dtype))
         self.needs = Needs(kv_bytes_per_token=kv_bytes, weight_bytes=decoder.weight_bytes)
         self._method = method
         self._paths = settings.paths
