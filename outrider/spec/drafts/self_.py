@@ -183,7 +183,7 @@ class SelfDraft(Proposer):
             pick = draft_pick_for(seq.spec.verification(self._method))
             g.tokens.append(pick(dist, seq.seed, len(seq), depth, depth - 1))
             g.q.append(dist)
-        # The unsure token itself stays: a draft that kept or dropped tokens by how they turned out would be none of q.
+        # As published, the unsure token itself stays. Dropping drawn tokens for what they are would change the law.
         if self.least and _confidence(logits[: self.target.n_tokens]) < self.least:
             g.reason = "the draft is not sure enough"
 
