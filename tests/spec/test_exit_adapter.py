@@ -12,16 +12,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from outrider.cli.main import main
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Span
 from outrider.models.heads.exit_adapter import load_exit_adapter
-from outrider.models.load import LoadedModel
+from outrider.models.load import LoadedModel, load_model
 from outrider.ops.native import NativeOps, available
 from outrider.spec.drafts.none import NoDraft
 from outrider.spec.drafts.self_ import AdaptedExit, SelfDraft
 from tests.engine.harness import assert_same, greedy, make_engine, plain, prompt_of, run_all, toy_target
 from tests.engine.heads import Tensors, adapter_tensors, adapter_values, run_through, write_head
 from tests.models.adapter_plain import adapter_rows
+from tests.tiny import write_tiny_model
 from tests.toy import toy_config
 
 CONFIG = toy_config(layers=4)
@@ -193,3 +195,15 @@ def test_what_it_weighs_is_in_the_memory_plan(tmp_path: Path) -> None:
     assert engine.memory.draft_kv == sum(part.nbytes for part in kv.parts) == 64 * 4 * 2 * 2 * 8 * 8
     assert drafter.pool.features.nbytes == 0
     assert make_engine(TARGET, SelfDraft(TARGET, range(EXIT), "standard", "greedy")).memory.draft_kv == 0
+
+
+def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = write_tiny_model(tmp_path / "tiny", layers=3, context=1024)
+    config = load_model(str(model), ops="reference").config
+    values = adapter_values(config)
+    folder = write_head(tmp_path / "adapter", values, adapter_tensors(values, 1))
+    flags = ["--drafter", "self", "--exit-layer", "1", "--exit-adapter", str(folder), "--draft-min-token-prob", "0.1"]
+    assert main(["check", str(model), *flags, "--max-tokens", "8", "--limit", "1"]) == 0
+    write_head(tmp_path / "adapter", {**values, "exit_layer": 2}, adapter_tensors(values, 1))
+    assert main(["check", str(model), *flags]) == 2
+    assert "exit_layer is 2; the setting exit_layer is 1" in capsys.readouterr().err
