@@ -21,20 +21,31 @@ class FeaturePool:
 
     Both live and die with the block's content: a shared prefix keeps them, a copied block takes them along, and a block
     that was handed out anew has neither. A slot that nobody filled (another drafter's prompt, say) is simply not there.
+
+    A drafter that computes its KV at once, and needs no feature later, asks for features of no ``width``.
     """
 
-    def __init__(self, config: ModelConfig, blocks: BlockManager, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: BlockManager,
+        dtype: torch.dtype,
+        device: torch.device,
+        width: int | None = None,
+    ) -> None:
         self.size = blocks.block_size
         self.kv = KVPool(config, blocks.n_blocks, self.size, dtype, device)
-        self.features = torch.empty(blocks.n_blocks * self.size, config.hidden_size, dtype=dtype, device=device)
+        width = config.hidden_size if width is None else width
+        self.features = torch.empty(blocks.n_blocks * self.size, width, dtype=dtype, device=device)
         self.known = np.zeros(blocks.n_blocks * self.size, dtype=bool)  # slots that have a feature
         self.read = np.zeros(blocks.n_blocks * self.size, dtype=bool)  # slots that have KV
         self._blocks = blocks
         self._seen = list(blocks.version)  # of each block's content, when the notes were last true
 
     @staticmethod
-    def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
-        return KVPool.bytes_per_token(config, dtype) + config.hidden_size * dtype.itemsize
+    def bytes_per_token(config: ModelConfig, dtype: torch.dtype, width: int | None = None) -> int:
+        width = config.hidden_size if width is None else width
+        return KVPool.bytes_per_token(config, dtype) + width * dtype.itemsize
 
     def slots(self, seq: Sequence, stop: int) -> Slots:
         """Physical slots of the first ``stop`` tokens; notes of what their blocks held before are dropped."""

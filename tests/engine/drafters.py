@@ -27,7 +27,7 @@ from outrider.spec.draws import draft_pick_for
 from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import DRAFTERS, build_proposer, settings_of
 from tests.engine.harness import toy_target
-from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa
+from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa, random_adapter
 from tests.tokens import two_tongues
 from tests.toy import full_logits
 
@@ -254,6 +254,11 @@ def _eagle(write: Callable[[Decoder], Path], **options: Any) -> Build:
     return lambda c: _with("eagle", model=str(write(c.target.decoder)), **options)(c)
 
 
+def _adapted(**options: Any) -> Build:
+    """Early exit after the first layer through a random adapter."""
+    return lambda c: _with("self", exit_layer=1, exit_adapter=str(random_adapter(c.target.decoder)), **options)(c)
+
+
 TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
     "ngram": {
         "chain": _with("ngram"),
@@ -290,6 +295,8 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
         "exit": _with("self", exit_layer=1),
         "skip": _with("self", skip_layers="0"),
         "exit, greedy draws": _with("self", exit_layer=1, draft_sample_method="greedy"),
+        "adapter": _adapted(),
+        "adapter, while sure": _adapted(draft_min_token_prob=0.3),
     },
     "medusa": {
         "likely": _medusa(),

@@ -219,3 +219,27 @@ def _write_eagle3(folder: Path, decoder: Decoder) -> None:
         wanted.append((torch.tensor(text[2:])[:, None] == ids).double())
     tensors["lm_head.weight"] = 8 * ridge(torch.cat(states), torch.cat(wanted))
     write_head(folder, values, tensors)
+
+
+def adapter_values(config: ModelConfig, **more: Any) -> dict[str, Any]:
+    """A config of an exit adapter."""
+    return llama_values(config, pad_token_id=0, architectures=["LlamaForCausalLM"], **more)
+
+
+def adapter_tensors(values: Mapping[str, Any], seed: int, std: float = 0.3) -> Tensors:
+    """Random tensors of an exit adapter: those of a layer without MLP, and a final norm."""
+    hidden = values["hidden_size"]
+    tensors = {
+        name: tensor
+        for name, tensor in layer_tensors({**values, "num_hidden_layers": 1}, seed, std).items()
+        if "self_attn" in name
+    }
+    for at, name in enumerate(("layers.0.input_layernorm.weight", "norm.weight")):
+        tensors[name] = 1 + noise(1000 * seed + 30 + at, hidden, std=0.2)
+    return tensors
+
+
+def random_adapter(decoder: Decoder) -> Path:
+    """An exit adapter that changes the target's states somewhat."""
+    values = adapter_values(decoder.config)
+    return kept("adapter", decoder, lambda folder: write_head(folder, values, adapter_tensors(values, 6, std=0.1)))

@@ -19,7 +19,8 @@ from tests.toy import toy_config
 TARGET = toy_target(toy_config(vocab=6, layers=2, hidden=16, heads=2, kv_heads=1, ffn=16), seed=3)
 PROMPT = [1, 4, 2, 3, 3]
 ALPHA = 0.001
-NAMES = [name for name, _ in registered() if name.split()[0] in ("medusa", "eagle")]
+NAMES = [name for name, _ in registered() if name.split()[0] in ("medusa", "eagle") or "adapter" in name]
+BLOCK = ("eagle chain", "eagle third", "self adapter", "self adapter, while sure")
 
 
 @functools.cache
@@ -50,7 +51,7 @@ def engine_of(drafter: Any, method: str) -> Engine:
 
 
 @pytest.mark.parametrize(
-    ("name", "method"), [*((name, "standard") for name in NAMES), ("eagle chain", "block"), ("eagle third", "block")]
+    ("name", "method"), [*((name, "standard") for name in NAMES), *((name, "block") for name in BLOCK)]
 )
 def test_the_law_of_the_first_three_tokens(name: str, method: str) -> None:
     engine = engine_of(dict(registered())[name](context_for(TARGET, method=method)), method)

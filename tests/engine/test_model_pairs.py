@@ -230,7 +230,7 @@ def test_every_drafter_serves_plans_and_counts(name: str) -> None:
     assert engine.metrics == EngineMetrics()
     needs = engine.proposers["drafter"].needs
     assert engine.memory.draft_weights == needs.weight_bytes
-    assert (needs.weight_bytes > 0) == ("model" in name or name.startswith(("medusa", "eagle")))
+    assert (needs.weight_bytes > 0) == any(kind in name for kind in ("model", "medusa", "eagle", "adapter"))
     got = run_all(engine, [(PROMPT, greedy(8))])[0]
     assert_same(got, plain(target, PROMPT, greedy(8)))
     assert engine.metrics.requests_finished == 1

@@ -14,6 +14,7 @@ import torch
 from outrider.core.rng import Stream, uniform
 from outrider.models.decoder import Decoder
 from tests.engine.heads import Tensors, embedding_of, final_norm, run_through
+from tests.models.adapter_plain import adapter_rows
 from tests.models.eagle_plain import plain_rows
 from tests.toy import full_logits
 
@@ -163,6 +164,24 @@ def self_draft(target: Decoder, skipped: Collection[int]) -> Loop:
         out: list[int] = []
         while len(out) < n:
             out.append(best_after(target, text + out, skipped=skipped, skip_from=len(text) - 1))
+        return chain(out)
+
+    return loop
+
+
+def adapted_exit(
+    target: Decoder, values: Mapping[str, Any], tensors: Tensors, exit_layer: int, least: float = 0.0
+) -> Loop:
+    """The first layers and the adapter over all of the text, until a token comes that was not likely enough."""
+
+    def loop(text: list[int], n: int) -> Paths:
+        out: list[int] = []
+        chance = 1.0
+        while len(out) < n and chance >= least:
+            states = run_through(target, text + out, (exit_layer - 1,))[0]
+            logits = adapter_rows(values, tensors, states)[-1] @ torch.as_tensor(target.head).T
+            chance = float(logits.softmax(-1).max())
+            out.append(int(logits.argmax()))
         return chain(out)
 
     return loop

@@ -35,7 +35,7 @@ from outrider.spec.drafts.model import ModelSettings, TwoModels
 from outrider.spec.proposer import DraftContext, Proposer
 from outrider.spec.registry import build_proposer, spec_from_mapping
 from tests.engine.harness import make_engine, prompt_of
-from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa
+from tests.engine.heads import fitted_eagle, fitted_eagle3, fitted_medusa, random_adapter
 from tests.spec import plain_loops as plain
 from tests.spec.plain_loops import Loop
 from tests.toy import MemorySource, toy_config
@@ -171,6 +171,12 @@ def eagle_method(folder: Path) -> Method:
     return Method(lambda prompt, i: plain.eagle(D, *head(folder)), settings, first_step=False)
 
 
+def adapter_method(least: float = 0.0) -> Method:
+    folder = random_adapter(D)
+    settings = {"method": "self", "exit_layer": 1, "exit_adapter": str(folder), "draft_min_token_prob": least}
+    return Method(lambda prompt, i: plain.adapted_exit(D, *head(folder), 1, least), settings, first_step=False)
+
+
 def model_method() -> Method:
     return Method(
         lambda prompt, i: plain.model(DRAFTER.decoder),
@@ -197,6 +203,8 @@ METHODS: Mapping[str, Callable[[], Method]] = {
     "self skip": lambda: Method(
         lambda prompt, i: plain.self_draft(D, (1,)), {"method": "self", "skip_layers": "1"}, first_step=False
     ),
+    "self adapter": adapter_method,
+    "self adapter, while sure": lambda: adapter_method(0.6),
     "lookahead": lambda: Method(
         lambda prompt, i: plain.lookahead(D, choice_seed(i, 0)), {"method": "lookahead"}, gamma=15
     ),

@@ -144,6 +144,8 @@ def test_it_weighs_nothing_and_reads_no_prompt() -> None:
     [
         ({}, "either exit_layer or skip_layers; neither is given"),
         ({"exit_layer": 2, "skip_layers": "1"}, "both is given"),
+        ({"skip_layers": "1", "exit_adapter": "there"}, "exit_adapter is 'there'; it is allowed with exit_layer"),
+        ({"exit_layer": 2, "draft_min_token_prob": 1.5}, "draft_min_token_prob is 1.5; allowed is a value from 0 to 1"),
         ({"exit_layer": 6}, "exit_layer is 6; allowed is 1 to 5"),
         ({"exit_layer": 0}, "exit_layer is 0"),
         ({"skip_layers": "1,x"}, "skip_layers is '1,x'"),
