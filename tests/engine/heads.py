@@ -52,11 +52,13 @@ def kept(kind: str, decoder: Decoder, write: Callable[[Path], object]) -> Path:
     return Path(_KEPT[key].name)
 
 
-def run_through(decoder: Decoder, tokens: list[int], layers: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+def run_through(
+    decoder: Decoder, tokens: list[int], layers: tuple[int, ...], kv_cache_dtype: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Features [len, F] after ``layers`` and the next greedy token i64[len] of one pass over ``tokens``."""
     size = len(tokens)
     seq = Sequence(0, tokens, size, SamplingParams(), SpecParams(), 0, blocks=[0])
-    out = Runner(decoder, 1, size).forward([Span(seq, 0, size)], layers)
+    out = Runner(decoder, 1, size, kv_cache_dtype).forward([Span(seq, 0, size)], layers)
     assert out.features is not None
     hidden = out.features[:, -decoder.config.hidden_size :]
     return out.features.double(), decoder.logits(hidden).argmax(-1)

@@ -32,6 +32,7 @@ BUILT = pytest.mark.skipif(not available(), reason="not built")
 OPERATIONS = ("reference", pytest.param("native", marks=BUILT))
 # With each kind of operations, the types that "auto" is not.
 OTHERS = [("reference", kv) for kv in TYPES] + [pytest.param("native", kv, marks=BUILT) for kv in ("float32", "int8")]
+AUTO = torch.bfloat16 if available() else torch.float32  # of a model from a file
 PROMPTS = [prompt_of(length, seed) for length, seed in ((3, 1), (9, 1), (14, 2), (25, 3), (6, 4), (14, 1))]
 GREEDY = greedy(24)
 DRAFTERS = dict(registered())
@@ -186,10 +187,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("settings", "own", "expected"),
     [
-        ({}, {}, (torch.float32, torch.float32)),
+        ({}, {}, (AUTO, AUTO)),
         ({"kv_cache_dtype": "int8"}, {}, (torch.int8, torch.int8)),
-        ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "auto"}, (torch.int8, torch.float32)),
-        ({}, {"kv_cache_dtype": "bfloat16"}, (torch.float32, torch.bfloat16)),
+        ({"kv_cache_dtype": "int8"}, {"kv_cache_dtype": "auto"}, (torch.int8, AUTO)),
+        ({}, {"kv_cache_dtype": "float32"}, (AUTO, torch.float32)),
     ],
 )
 def test_a_draft_models_type_is_the_targets_unless_it_has_its_own(
@@ -205,7 +206,7 @@ def test_a_draft_models_type_is_the_targets_unless_it_has_its_own(
 
 def test_smaller_types_hold_more_tokens_in_the_same_memory(folder: Path) -> None:
     vectors = 2 * 2 * 2  # of a token: keys and values, 2 layers, 2 kv heads, 8 dims each
-    for kv, size in (("auto", 8 * 4), ("bfloat16", 8 * 2), ("int8", 8 + 4)):
+    for kv, size in (("float32", 8 * 4), ("auto", 8 * AUTO.itemsize), ("int8", 8 + 4)):
         memory = LLM(str(folder), "none", kv_cache_mib=1, kv_cache_dtype=kv, max_num_seqs=64).engine.memory
         assert memory.tokens == MIB // (16 * vectors * size) * 16
         assert memory.target_kv == memory.tokens * vectors * size
