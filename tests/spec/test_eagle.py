@@ -151,6 +151,18 @@ def test_draft_logits_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> No
     assert_plain(drafter, TARGET, kind)
 
 
+def test_an_answer_is_known_to_the_end_when_it_is_the_next_prompts_beginning(tmp_path: Path) -> None:
+    """As in a chat: features of an answer's last step are kept, since the next request finds its blocks."""
+    drafter = watched(tmp_path, TARGET, "one layer")
+    engine = make_engine(TARGET, drafter, gamma=3)
+    said = run_all(engine, [(prompt_of(6, 1), greedy(11))])[0]
+    drafter.seen.clear()
+    run_all(engine, [([*prompt_of(6, 1), *said.token_ids, 3], greedy(8))])
+    assert engine.metrics.cached_prompt_tokens == 16
+    assert drafter.seen
+    assert_plain(drafter, TARGET, "one layer")
+
+
 @NATIVE
 @pytest.mark.parametrize("kind", ["one layer", "two layers", "third", "third, norm before residual"])
 def test_the_same_on_native_operations(kind: str, tmp_path: Path) -> None:

@@ -131,14 +131,19 @@ class Eagle(Proposer):
 
     @torch.inference_mode()
     def observe(self, commits: Sequence[Commit]) -> None:
-        """Keeps the features of what was computed, and reads prompt chunks at once."""
+        """Keeps the features of what was computed, and reads prompt chunks at once.
+
+        Those of an answer's last step too: the next request may find its blocks.
+        """
         chunks = []
-        for commit in (c for c in commits if c.finish is None and c.rows and c.seq.max_draft):
+        for commit in commits:
+            start, stop = commit.span.start, commit.seq.n_computed
+            if stop <= start or not commit.seq.max_draft:
+                continue
             assert commit.features is not None
-            stop = commit.seq.n_computed
-            slots, start = self.pool.slots(commit.seq, stop), commit.span.start
-            self.pool.put_features(slots[start:], self.head.feature(commit.features))
-            if commit.span.n_new > 1:
+            slots = self.pool.slots(commit.seq, stop)
+            self.pool.put_features(slots[start:], self.head.feature(commit.features[: stop - start]))
+            if commit.span.n_new > 1 and commit.finish is None:
                 chunks.append(_Chunk(commit.seq, slots, self._unread(slots, start)))
         self._read([chunk for chunk in chunks if len(chunk.rows)])
 
