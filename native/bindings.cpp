@@ -68,6 +68,11 @@ const int64_t* integers(const In& a, const char* name, const std::vector<int64_t
   return static_cast<const int64_t*>(a.data());
 }
 
+int64_t* integers(const Out& a, const char* name, const std::vector<int64_t>& shape) {
+  check(a, name, nb::dtype<int64_t>(), "int64", shape);
+  return static_cast<int64_t*>(a.data());
+}
+
 int64_t length(const In& a) { return a.ndim() ? static_cast<int64_t>(a.shape(0)) : 0; }
 
 std::vector<float> copied(const std::optional<In>& a, const char* name, int64_t n, int64_t padded) {
@@ -252,7 +257,7 @@ const int64_t* indices(const In& a, const char* name, int64_t n, int64_t below) 
 }
 
 void pass_call(Context& context, const Ends& ends, const std::vector<std::shared_ptr<Stack>>& stacks, Plan& plan, const In& ids, const In& wanted,
-               const Out& hidden, const Out& logits) {
+               const Out& hidden, const Out& logits, const Out& best) {
   const int64_t rows = plan.rows(), n = length(wanted), width = ends.head->k();
   const int64_t *id = indices(ids, "ids", rows, ends.embedding->n()), *row = indices(wanted, "logit_rows", n, rows);
   std::vector<const std::vector<LayerOn>*> layers;
@@ -265,9 +270,10 @@ void pass_call(Context& context, const Ends& ends, const std::vector<std::shared
   if (layers.empty()) fail("a pass needs layers");
   float* to = floats(hidden, "hidden", {static_cast<int64_t>(layers.size()), rows, width});
   float* out = floats(logits, "logits", {n, ends.head->n()});
+  int64_t* top = integers(best, "best", {n});
   if (!rows) return;
   nb::gil_scoped_release release;
-  run_pass(context, ends, layers, plan, id, row, n, to, out);
+  run_pass(context, ends, layers, plan, id, row, n, to, out, top);
 }
 
 void linear_call(Context& context, const Weight& weight, const In& x, const std::optional<In>& bias, const Out& y) {
@@ -374,7 +380,7 @@ NB_MODULE(_native, m) {
   m.def("decoder_layers", &layers_call, nb::arg("context"), nb::arg("stack"), nb::arg("plan"), nb::arg("rope"), nb::arg("x"), nb::arg("y"));
   m.def("ends", &make_ends, nb::arg("embedding"), nb::arg("head"), nb::arg("norm"), nb::arg("eps"), nb::arg("inv_freq"), nb::arg("rope_scale"));
   m.def("forward", &pass_call, nb::arg("context"), nb::arg("ends"), nb::arg("stacks"), nb::arg("plan"), nb::arg("ids"), nb::arg("logit_rows"),
-        nb::arg("hidden"), nb::arg("logits"));
+        nb::arg("hidden"), nb::arg("logits"), nb::arg("best"));
   m.def("rope", &make_rope, nb::arg("cos"), nb::arg("sin"));
   m.def("linear", &linear_call, nb::arg("context"), nb::arg("weight"), nb::arg("x"), nb::arg("bias").none(), nb::arg("y"));
   m.def("rms_norm", &norm_call, nb::arg("context"), nb::arg("x"), nb::arg("weight"), nb::arg("eps"), nb::arg("y"));

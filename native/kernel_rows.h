@@ -3,6 +3,7 @@
 
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 #include "common.h"
 
@@ -46,6 +47,34 @@ float square_mean(const float* x, int64_t k) {
     acc = V::fma(a, a, acc);
   }
   return V::sum(acc) / static_cast<float>(k);
+}
+
+// Where the greatest of n numbers is, the first of equals, and which it is; -1 if one is infinite or not a number.
+int64_t greatest(const float* x, int64_t n, float* value) {
+  constexpr int64_t stretch = 256;  // what is searched in the end
+  float most = -std::numeric_limits<float>::infinity();
+  V::F odd = V::set(0.0f);  // 0 as long as all are finite
+  int64_t at = -1;
+  for (int64_t from = 0; from < n; from += stretch) {
+    const int64_t to = from + stretch < n ? from + stretch : n;
+    V::F top = V::set(most);
+    int64_t i = from;
+    for (; i + kLanes <= to; i += kLanes) {
+      const V::F a = V::load(x + i);
+      top = V::max(a, top);
+      odd = V::fma(a, V::set(0.0f), odd);
+    }
+    float here = V::largest(top);
+    for (; i < to; i++) {
+      here = x[i] > here ? x[i] : here;
+      if (!std::isfinite(x[i])) return -1;
+    }
+    if (here > most) most = here, at = from;
+  }
+  if (!(V::sum(odd) == 0.0f)) return -1;
+  while (at >= 0 && x[at] != most) at++;
+  *value = most;
+  return at;
 }
 
 void norm(const float* x, const float* weight, float eps, int64_t k, float* y) {

@@ -11,7 +11,7 @@ namespace outrider {
 namespace {
 
 constexpr Kernels kernel_table(const char* name) {
-  return {name, V::tile, linear, quantize, left_over, norm, silu_mul, rotate, store_kv, prefetch_kv, attend, merge, finish};
+  return {name, V::tile, linear, quantize, left_over, greatest, norm, silu_mul, rotate, store_kv, prefetch_kv, attend, merge, finish};
 }
 
 }  // namespace

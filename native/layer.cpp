@@ -26,7 +26,7 @@ void each_row(Context& context, int64_t rows, const Row& row) {
 
 }  // namespace
 
-void run_linear(Context& context, const Weight& weight, const float* bias, const float* x, int64_t rows, float* y) {
+void run_linear(Context& context, const Weight& weight, const float* bias, const float* x, int64_t rows, float* y, int64_t* best) {
   std::lock_guard<std::mutex> lock(context.busy);
   const bool integer = !is_dense(weight.format());
   Cutter sizes(nullptr);
@@ -36,16 +36,37 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   }
   Cutter memory(context.scratch.data());
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
+  struct Found {
+    int64_t at;
+    float value;
+  };
+  const int threads = context.pool.threads();
+  std::vector<Found> found(static_cast<size_t>(best ? rows * threads : 0));  // while a thread's outputs are in its cache
   const auto work = [&](int thread) {
     if (integer) {
-      const Range groups = share(a.k / kGroup, thread, context.pool.threads());
+      const Range groups = share(a.k / kGroup, thread, threads);
       quantize_rows(*context.kernels, a, {groups.from * kGroup, groups.to * kGroup});
       context.pool.barrier();
     }
-    const Range blocks = share(weight.blocks(), thread, context.pool.threads());
+    const Range blocks = share(weight.blocks(), thread, threads);
     if (blocks.from < blocks.to) context.kernels->linear(weight.view(), a, blocks.from, blocks.to, y, weight.n(), bias, false);
+    const int64_t from = blocks.from * kLanes, to = std::min(blocks.to * kLanes, weight.n());
+    for (int64_t r = 0; best && r < rows && from < to; r++) {
+      Found& mine = found[static_cast<size_t>(thread * rows + r)];
+      const int64_t at = context.kernels->greatest(y + r * weight.n() + from, to - from, &mine.value);
+      mine.at = at < 0 ? at : from + at;
+    }
   };
   context.pool.run(std::ref(work));
+  for (int64_t r = 0; best && r < rows; r++) {
+    const Found* top = nullptr;
+    for (int t = 0; t < threads; t++) {
+      const Range blocks = share(weight.blocks(), t, threads);
+      const Found& next = found[static_cast<size_t>(t * rows + r)];
+      if (blocks.from < blocks.to && (!top || (top->at >= 0 && (next.at < 0 || next.value > top->value)))) top = &next;
+    }
+    best[r] = top->at;
+  }
 }
 
 void run_norm(Context& context, const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* y) {
@@ -67,7 +88,7 @@ void run_rope_table(Context& context, const float* inv_freq, int64_t half, doubl
 }
 
 void run_pass(Context& context, const Ends& ends, const std::vector<const std::vector<LayerOn>*>& stacks, Plan& plan, const int64_t* ids,
-              const int64_t* wanted, int64_t n, float* hidden, float* logits) {
+              const int64_t* wanted, int64_t n, float* hidden, float* logits, int64_t* best) {
   const int64_t rows = plan.rows(), width = ends.head->k(), half = static_cast<int64_t>(ends.inv_freq.size());
   const std::unique_ptr<float[]> own(new float[static_cast<size_t>((rows + n) * width + 2 * rows * half)]);
   float *const embedded = own.get(), *const normed = embedded + rows * width, *const cos = normed + n * width, *const sin = cos + rows * half;
@@ -81,7 +102,7 @@ void run_pass(Context& context, const Ends& ends, const std::vector<const std::v
   }
   if (!n) return;
   each_row(context, n, [&](int64_t r) { context.kernels->norm(x + wanted[r] * width, ends.norm.data(), ends.eps, width, normed + r * width); });
-  run_linear(context, *ends.head, nullptr, normed, n, logits);
+  run_linear(context, *ends.head, nullptr, normed, n, logits, best);
 }
 
 }  // namespace outrider

@@ -35,8 +35,8 @@ struct Layer {
   int64_t hidden() const { return o.weight->n(); }
 };
 
-// x [rows, in] -> y [rows, out]
-void run_linear(Context& context, const Weight& weight, const float* bias, const float* x, int64_t rows, float* y);
+// x [rows, in] -> y [rows, out]; best [rows], if wanted: where each row's greatest output is, -1 if one is not finite.
+void run_linear(Context& context, const Weight& weight, const float* bias, const float* x, int64_t rows, float* y, int64_t* best = nullptr);
 void run_norm(Context& context, const float* x, const float* weight, float eps, int64_t rows, int64_t k, float* y);
 void run_embed(Context& context, const Weight& table, const int64_t* ids, int64_t rows, float* y);
 // Angles in fp32, as the reference takes them; cosine and sine of each in double, so that they are the same everywhere.
@@ -57,8 +57,8 @@ struct Ends {
   float eps;
 };
 // A whole pass: tokens `ids`, one a row of the plan, through `stacks` in order. hidden is [stacks, rows, hidden], the states
-// after each of them; logits [n, vocabulary] are those of the rows `wanted`.
+// after each of them; logits [n, vocabulary] are those of the rows `wanted`, best [n] the tokens of their greatest ones.
 void run_pass(Context& context, const Ends& ends, const std::vector<const std::vector<LayerOn>*>& stacks, Plan& plan, const int64_t* ids,
-              const int64_t* wanted, int64_t n, float* hidden, float* logits);
+              const int64_t* wanted, int64_t n, float* hidden, float* logits, int64_t* best);
 
 }  // namespace outrider

@@ -146,11 +146,13 @@ class Batch:
 class ForwardOut:
     """What a forward pass gives: ``logits`` [M,V] in main memory, in fp32 (fp64 of a model in fp64).
 
-    ``features`` [N,F] are on the model's device, when layers were asked for.
+    ``features`` [N,F] are on the model's device, when layers were asked for. ``best`` [M] is the token of each row's
+    greatest logit, the first of equals, where the operations noted it while they had the row at hand; -1: not known.
     """
 
     logits: NDArray[np.floating]
     features: torch.Tensor | None = None
+    best: NDArray[np.int64] | None = None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import pairwise
+from itertools import pairwise, repeat
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +27,7 @@ from outrider.models.detokenizer import Detokenizer
 from outrider.models.load import LoadedModel
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
-from outrider.runtime.runner import Runner, logits_by_span
+from outrider.runtime.runner import Runner, rows_by_span
 from outrider.sampling.grammar import Account
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
@@ -213,9 +213,10 @@ class Engine:
         draft_seconds = self._propose(plan.spans)
         clock.append(time.perf_counter())
         out = self.runner.forward(plan.spans, self._feature_layers)
-        logits = logits_by_span(plan.spans, out.logits)
+        logits = rows_by_span(plan.spans, out.logits)
         clock.append(time.perf_counter())
-        verdicts = [self._verify(span, rows) for span, rows in zip(plan.spans, logits, strict=True)]
+        best = repeat(None, len(logits)) if out.best is None else rows_by_span(plan.spans, out.best)
+        verdicts = [self._verify(*args) for args in zip(plan.spans, logits, best, strict=True)]
         clock.append(time.perf_counter())
         outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
@@ -250,14 +251,14 @@ class Engine:
                 span.draft = span.draft.truncated(rows) if rows > 0 else Draft.nothing("the draft was too unlikely")
         return seconds
 
-    def _verify(self, span: Span, logits: NDArray[np.floating]) -> Verdict | None:
+    def _verify(self, span: Span, logits: NDArray[np.floating], best: NDArray[np.int64] | None) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
         if not span.reaches_end:
             return None
         seq, answer = span.seq, self._answer_of[span.seq.id]
         method = seq.spec.verification(self.spec.rejection_sample_method)
         try:
-            rows = NodeRows(answer.sampler, logits, answer.history, span.draft)
+            rows = NodeRows(answer.sampler, logits, answer.history, span.draft, best)
             return rows.settled(verify(span.draft, rows, draws_for(method, seq.seed, len(seq)), method))
         except Exception as error:  # a custom processor may raise anything
             answer.fail(error)

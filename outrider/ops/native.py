@@ -267,9 +267,10 @@ class NativeOps:
         hidden = np.empty((len(stacks), batch.n_rows, ready.hidden), np.float32)
         logits = np.empty((len(batch.logit_rows), ready.vocab), np.float32)
         layers = [self._stack(stack) for stack in stacks]
-        _native.forward(self._context, ready, layers, _plan(batch), batch.ids, batch.logit_rows, hidden, logits)
+        best = np.empty(len(batch.logit_rows), np.int64)
+        _native.forward(self._context, ready, layers, _plan(batch), batch.ids, batch.logit_rows, hidden, logits, best)
         beside = torch.cat([torch.from_numpy(hidden[i]) for i in features], dim=-1) if features else None
-        return ForwardOut(logits, beside)
+        return ForwardOut(logits, beside, best)
 
     def _stack(self, stack: LayerStack) -> Any:
         ready = self._stacks.get(stack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -14,6 +15,8 @@ from outrider.models.decoder import Decoder
 from outrider.ops.contract import LayerStack
 from outrider.runtime.batch import build_batch
 from outrider.runtime.pool import KVPool, pick_kv_dtype
+
+Number = TypeVar("Number", bound=np.generic)
 
 
 class Runner:
@@ -60,11 +63,11 @@ class Runner:
         return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size
 
 
-def logits_by_span(spans: Sequence[Span], logits: NDArray[np.floating]) -> list[NDArray[np.floating]]:
-    """The rows of ``logits`` [M,V] that belong to each span."""
+def rows_by_span(spans: Sequence[Span], all_rows: NDArray[Number]) -> list[NDArray[Number]]:
+    """The logits, or what else a pass gives for each of its logit rows [M,...], that belong to each span."""
     rows = []
     first = 0
     for span in spans:
-        rows.append(logits[first : first + span.n_logit_rows])
+        rows.append(all_rows[first : first + span.n_logit_rows])
         first += span.n_logit_rows
     return rows

@@ -34,12 +34,20 @@ class NodeRows(Sequence[Dist]):
     nodes that do not stay, so a rule that fails at one is no fault of the answer: any row will do (see ``settled``).
     """
 
-    def __init__(self, sampler: Sampler, logits: NDArray[np.floating], history: History, draft: Draft) -> None:
-        """``logits`` [1+T,V]; ``history`` ends with the last committed token."""
+    def __init__(
+        self,
+        sampler: Sampler,
+        logits: NDArray[np.floating],
+        history: History,
+        draft: Draft,
+        best: NDArray[np.int64] | None = None,
+    ) -> None:
+        """``logits`` [1+T,V] and ``best`` [1+T] as of a pass; ``history`` ends with the last committed token."""
         self._sampler = sampler
         self._logits = logits
         self._history = history
         self._draft = draft
+        self._best = best
         self._known: dict[int, Dist] = {}
         self._failed: set[int] = set()  # nodes
 
@@ -60,8 +68,9 @@ class NodeRows(Sequence[Dist]):
     def _row(self, row: int) -> Dist:
         if row not in self._known:
             drafted = [self._draft.tokens[i] for i in self._draft.path(row - 1)]
+            top = -1 if self._best is None else int(self._best[row])
             try:
-                self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted)
+                self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted, top)
             except Exception:
                 if not row:
                     raise

@@ -79,12 +79,16 @@ class Sampler:
         """
         return self.dist_at(logits, History([*prompt, *output], len(prompt)))
 
-    def dist_at(self, logits: NDArray[np.floating], history: History, path: Sequence[int] = ()) -> Dist:
-        """The same after ``history`` and the draft tokens ``path``, which need not be counted anew for every row."""
+    def dist_at(self, logits: NDArray[np.floating], history: History, path: Sequence[int] = (), top: int = -1) -> Dist:
+        """The same after ``history`` and the draft tokens ``path``, which need not be counted anew for every row.
+
+        ``top`` is where the greatest of ``logits`` is, if that is known.
+        """
         params = self.params
         shapes = self._shapes or history.n_output(path) < params.min_tokens
         z = (self._shaped(logits, history, path) if shapes else logits)[: self.n_tokens]
-        top = int(z.argmax())  # the first of equals; a NaN counts as the greatest, so the next line sees it
+        if shapes or not 0 <= top < self.n_tokens:
+            top = int(z.argmax())  # the first of equals; a NaN counts as the greatest, so the next lines see it
         peak = float(z[top])
         if not math.isfinite(peak):
             raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")

@@ -41,11 +41,45 @@ def test_a_pass_gives_the_bits_of_its_parts(threads: int, quantization: str | No
     logits = ops.linear(ops.rms_norm(x[wanted], model.final_norm, model.config.norm_eps), model.head)
     out = model.forward(batch, whole.kv, (2, 0))
     assert np.array_equal(out.logits, logits.numpy())
+    assert out.best is not None
+    assert out.best.tolist() == logits.argmax(-1).tolist()
     assert out.features is not None
     assert torch.equal(out.features, torch.cat([hidden[1], hidden[0]], dim=1))
     for a, b in zip(one.kv, whole.kv, strict=True):
         assert torch.equal(a.k[:, batch.slots], b.k[:, batch.slots])
         assert torch.equal(a.v[:, batch.slots], b.v[:, batch.slots])
+
+
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_the_greatest_logit_is_the_first_of_equals(threads: int, isa: str) -> None:
+    """Vocabularies with and without a part of a vector and of a stretch at their end, split among threads."""
+    for vocab in (1, 15, 16, 300, 2053):
+        config = toy_config(vocab=vocab, layers=1)
+        source = MemorySource(config)
+        model = Decoder.from_source(source, NativeOps(threads, isa), torch.float32, "cpu")
+        head = torch.zeros(vocab, config.hidden_size)
+        for heads in ((), (0,), (vocab - 1,), (vocab // 2, vocab - 1), (vocab // 3, vocab // 2)):
+            head[:] = -1.0
+            head[list(heads)] = 1.0
+            paged = Paged(model)
+            batch = paged.batch([Rows(0, [0, 0, 0])])
+            out = model.ops.forward(dataclasses.replace(model.ends, head=head.clone()), model.stacks(paged.kv), batch)
+            assert out.best is not None
+            assert out.best.tolist() == out.logits.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("at", [0, 17, 299])
+def test_a_row_that_is_not_finite_has_no_greatest_logit(at: int, odd: float) -> None:
+    model = Decoder.from_source(MemorySource(toy_config(vocab=300)), NativeOps(2), torch.float32, "cpu")
+    head = torch.ones(300, model.config.hidden_size)
+    head[at] = odd
+    paged = Paged(model)
+    batch = paged.batch([Rows(0, [0, 1])])
+    out = model.ops.forward(dataclasses.replace(model.ends, head=head), model.stacks(paged.kv), batch)
+    assert out.best is not None
+    assert out.best.tolist() == [-1, -1]
 
 
 def test_what_does_not_fit_a_pass_raises() -> None:

@@ -8,7 +8,7 @@ from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Batch, Sequence, Span
 from outrider.runtime.batch import build_batch
-from outrider.runtime.runner import logits_by_span
+from outrider.runtime.runner import rows_by_span
 
 TREE = Draft.tree([50, 51, 52, 53], [-1, 0, 0, 2])
 
@@ -102,5 +102,5 @@ def test_one_odd_block_size_and_logits_split_by_span() -> None:
     batch = build(*spans, size=3)
     assert batch.slots.tolist() == [27, 28, 29, 24, 18, 19, 20, 15]
     logits = np.arange(4.0)[:, None].repeat(2, 1)
-    parts = logits_by_span(spans, logits)
+    parts = rows_by_span(spans, logits)
     assert [p[:, 0].tolist() for p in parts] == [[], [0, 1, 2], [3]]

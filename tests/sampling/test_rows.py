@@ -54,3 +54,17 @@ def test_rows_are_lazy_and_remembered() -> None:
     for bad in (5, -6):
         with pytest.raises(IndexError):
             rows[bad]
+
+
+def test_a_greatest_logit_that_is_known_is_not_looked_for_again() -> None:
+    """Unless the rules of the request move it, it lies in the padding, or it is not known."""
+    best = np.array([2, 3, -1, 7, 2])
+    free, moved = SamplingParams(temperature=0), SamplingParams(temperature=0, logit_bias={1: 100.0})
+
+    def tokens(sampler: Sampler) -> list[int]:
+        return [int(dist.ids[0]) for dist in NodeRows(sampler, LOGITS, History([1, 2], 1), TREE, best)]
+
+    looked = LOGITS.argmax(-1).tolist()
+    assert tokens(Sampler(free, 8)) == [2, 3, looked[2], 7, 2] != looked
+    assert tokens(Sampler(free, 8, n_tokens=7)) == [2, 3, looked[2], int(LOGITS[3, :7].argmax()), 2]
+    assert tokens(Sampler(moved, 8)) == [1] * 5

@@ -25,7 +25,7 @@ from outrider.core.types import Span
 from outrider.models.load import LoadedModel, load_model
 from outrider.ops.reference import ReferenceOps
 from outrider.runtime.pool import KVPool, pick_kv_dtype
-from outrider.runtime.runner import Runner, logits_by_span
+from outrider.runtime.runner import Runner, rows_by_span
 from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
@@ -324,7 +324,7 @@ class TwoModels(Proposer):
 
     def _forward(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
         """Logits of the draft model in the target's vocabulary: columns that it lacks can never be drawn."""
-        return logits_by_span(spans, self.reading.columns(self.runner.forward(spans).logits))
+        return rows_by_span(spans, self.reading.columns(self.runner.forward(spans).logits))
 
     def _remember_tail(self, g: _Growing) -> None:
         """Notes the draft tokens whose KV stands where it will stay if they are accepted: the leading chain."""

@@ -33,7 +33,7 @@ from outrider.models.load import LoadedModel
 from outrider.ops.contract import LayerKV
 from outrider.runtime.batch import build_batch
 from outrider.runtime.feature_pool import FeaturePool
-from outrider.runtime.runner import logits_by_span
+from outrider.runtime.runner import rows_by_span
 from outrider.sampling.history import History
 from outrider.sampling.sampler import Sampler
 from outrider.spec.draws import draft_pick_for
@@ -164,7 +164,7 @@ class SelfDraft(Proposer):
     def _forward(self, spans: Sequence[Span]) -> list[NDArray[np.floating]]:
         """One row each: logits [1,V]."""
         out = self.decoder.run(build_batch(spans, self._block_size), self._stacks)
-        return logits_by_span(spans, out.logits)
+        return rows_by_span(spans, out.logits)
 
     def _extend(self, g: _Growing, logits: NDArray[np.floating]) -> None:
         """Adds the next token of a draft, by the request's own rules: the nearer q is to p, the more is accepted."""
@@ -274,7 +274,7 @@ class AdaptedExit(SelfDraft):
         assert states is not None
         logits = self.adapter.logits(self.adapter.forward(states, self._masked(batch, spans), self._stack))
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
-        return logits_by_span(spans, logits.to("cpu", wide).numpy())
+        return rows_by_span(spans, logits.to("cpu", wide).numpy())
 
     def _masked(self, batch: Batch, spans: Sequence[Span]) -> Batch:
         """The same rows, one a span, that do not see slots without KV (another drafter's prompt, say)."""
