@@ -129,13 +129,14 @@ struct KV {
 };
 
 std::shared_ptr<KV> make_kv(Out k, Out v, std::optional<Out> k_scale, std::optional<Out> v_scale) {
-  const bool codes = k.dtype() == nb::dtype<int8_t>(), bf16 = k.dtype() == kBf16;
-  const auto type = codes ? nb::dtype<int8_t>() : bf16 ? kBf16 : nb::dtype<float>();
-  check(k, "k", type, "fp32, bf16 or int8", {kAny, kAny, kAny});
+  const KVFormat format = k.dtype() == nb::dtype<int8_t>() ? KVFormat::i8 : k.dtype() == kHalf ? KVFormat::f16 : k.dtype() == kBf16 ? KVFormat::bf16 : KVFormat::f32;
+  const auto type = format == KVFormat::f32 ? nb::dtype<float>() : k.dtype();
+  const bool codes = format == KVFormat::i8;
+  check(k, "k", type, "fp32, fp16, bf16 or int8", {kAny, kAny, kAny});
   const auto size = [&](size_t i) { return static_cast<int64_t>(k.shape(i)); };
-  check(v, "v", type, "fp32, bf16 or int8, the same as k", {size(0), size(1), size(2)});
+  check(v, "v", type, "fp32, fp16, bf16 or int8, the same as k", {size(0), size(1), size(2)});
   if (codes != k_scale.has_value() || codes != v_scale.has_value()) fail("k and v have scales if they are int8, and only then");
-  KVView view = {{k.data(), nullptr}, {v.data(), nullptr}, codes ? KVFormat::i8 : bf16 ? KVFormat::bf16 : KVFormat::f32, size(0), size(1), size(2)};
+  KVView view = {{k.data(), nullptr}, {v.data(), nullptr}, format, size(0), size(1), size(2)};
   if (codes) {
     view.k.scale = floats(*k_scale, "k_scale", {view.heads, view.slots, view.groups()});
     view.v.scale = floats(*v_scale, "v_scale", {view.heads, view.slots, view.groups()});

@@ -59,9 +59,9 @@ struct Acts {
   int32_t* start128;
 };
 
-enum class KVFormat : int { f32, bf16, i8 };
+enum class KVFormat : int { f32, f16, bf16, i8 };
 
-constexpr int64_t element_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::bf16 ? 2 : 1; }
+constexpr int64_t element_bytes(KVFormat f) { return f == KVFormat::f32 ? 4 : f == KVFormat::i8 ? 1 : 2; }
 
 // Keys or values, [heads, slots, dim]; i8 are codes, with `scale` [heads, slots, groups of 32 dims].
 struct KVHalf {

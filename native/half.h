@@ -36,9 +36,10 @@ inline float from_half(uint16_t h) {
   return sign ? -tiny : tiny;
 }
 
-// Round to nearest even; `f` must be finite and within +-65504.
+// Round to nearest even; `f` must be within +-65504, or no number at all.
 inline uint16_t to_half(float f) {
   const uint32_t bits = to_bits(f), sign = (bits >> 16) & 0x8000u, magnitude = bits & 0x7fffffffu;
+  if (magnitude > 0x7f800000u) return static_cast<uint16_t>(sign | 0x7e00u);
   if (magnitude < 0x38800000u) {  // below the smallest normal half: a multiple of 2^-24
     const float scaled = from_bits(magnitude) * 0x1p24f + 8388608.0f;  // the sum rounds to a whole number
     return static_cast<uint16_t>(sign | (to_bits(scaled) & 0x7ffu));

@@ -13,6 +13,12 @@ namespace {
 
 inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
+inline void widen_half(const uint16_t* from, int64_t dim, float* to) {
+  int64_t d = 0;
+  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::load_half(reinterpret_cast<const uint8_t*>(from + d)));
+  for (; d < dim; d++) to[d] = from_half(from[d]);
+}
+
 inline void widen_bf16(const uint16_t* from, int64_t dim, float* to) {
   int64_t d = 0;
   for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::load_bf16(from + d));
@@ -60,6 +66,7 @@ struct SlotReader {
       float* wide = copy + i * t.padded;
       switch (t.kv.format) {
         case KVFormat::f32: std::memcpy(wide, from, static_cast<size_t>(t.kv.dim) * sizeof(float)); break;
+        case KVFormat::f16: widen_half(static_cast<const uint16_t*>(from), t.kv.dim, wide); break;
         case KVFormat::bf16: widen_bf16(static_cast<const uint16_t*>(from), t.kv.dim, wide); break;
         case KVFormat::i8: widen_int8(static_cast<const int8_t*>(from), t.kv.scale(half, vector(slots[i])), t.kv.dim, wide); break;
       }

@@ -148,10 +148,23 @@ void store_int8(const float* x, int64_t dim, int8_t* to, float* scale) {
   std::memcpy(to + i, codes, static_cast<size_t>(dim - i));
 }
 
+// What is out of range becomes the greatest half; NaN stays.
+void store_half(const float* x, int64_t dim, uint16_t* to) {
+  const V::F most = V::set(65504.0f), least = V::set(-65504.0f);
+  const auto within = [&](const float* p, int64_t n) { return V::min(most, V::max(least, load_part(p, n))); };
+  int64_t i = 0;
+  for (; i + kLanes <= dim; i += kLanes) V::store_half(to + i, within(x + i, kLanes));
+  if (i == dim) return;
+  uint16_t last[kLanes];
+  V::store_half(last, within(x + i, dim - i));
+  std::memcpy(to + i, last, static_cast<size_t>(dim - i) * sizeof(uint16_t));
+}
+
 void store_kv(const float* x, const KVView& kv, const KVHalf& half, int64_t i) {
   void* to = kv.vector(half, i);
   switch (kv.format) {
     case KVFormat::f32: std::memcpy(to, x, static_cast<size_t>(kv.dim) * sizeof(float)); break;
+    case KVFormat::f16: store_half(x, kv.dim, static_cast<uint16_t*>(to)); break;
     case KVFormat::bf16:
       for (int64_t d = 0; d < kv.dim; d++) static_cast<uint16_t*>(to)[d] = to_bf16(x[d]);
       break;

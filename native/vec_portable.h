@@ -44,6 +44,9 @@ struct V {
     std::memcpy(h, p, 32);
     return each([&](int i) { return from_half(h[i]); });
   }
+  static void store_half(uint16_t* p, const F& a) {
+    for (int i = 0; i < 16; i++) p[i] = to_half(a.v[i]);
+  }
   static F load_bf16(const uint16_t* p) {
     return each([&](int i) { return from_bf16(p[i]); });
   }

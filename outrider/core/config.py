@@ -10,7 +10,7 @@ from outrider.core.errors import SettingError
 from outrider.core.settings import check_settings, setting
 
 DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "int8")
+KV_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "int8")
 QUANTIZATIONS = ("int8", "int4")
 OPERATIONS = ("auto", "native", "reference")
 SPECULATION = ("auto", "off", "fixed")

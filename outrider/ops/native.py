@@ -183,7 +183,7 @@ class NativeOps:
         return torch.float32
 
     def kv_dtype(self, computed: torch.dtype) -> torch.dtype:
-        return torch.bfloat16  # half the bytes, and a long context is read at every step
+        return torch.float16  # half the bytes, and a long context is read at every step
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

@@ -27,6 +27,8 @@ _AT_ONCE = 1 << 14  # outputs of an 8-bit weight that are widened at a time
 
 Index = slice | torch.Tensor
 
+HALF_MAX = torch.finfo(torch.float16).max
+
 
 def quantize_int8(weight: torch.Tensor) -> Int8Weight:
     """Rounds ``weight`` [out,in] to 8 bits with one symmetric scale for each output."""
@@ -262,6 +264,8 @@ def _index(rows: list[int], device: torch.device) -> Index:
 def _write(pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor, x: torch.Tensor) -> None:
     """Stores ``x`` [N, kv heads, dim] at ``slots``, in the pool's type."""
     if scales is None:
+        if pool.dtype == torch.float16:  # which is narrow: infinity would end in NaN
+            x = x.clamp(-HALF_MAX, HALF_MAX)
         pool.index_copy_(1, slots, x.to(pool.dtype).transpose(0, 1))
         return
     codes, scale = quantize_kv(x)

@@ -27,12 +27,14 @@ from tests.engine.kv import assert_kv
 from tests.tiny import write_tiny_model
 from tests.toy import toy_config
 
-TYPES = ("bfloat16", "int8")
+TYPES = ("float16", "bfloat16", "int8")
 BUILT = pytest.mark.skipif(not available(), reason="not built")
 OPERATIONS = ("reference", pytest.param("native", marks=BUILT))
 # With each kind of operations, the types that "auto" is not.
-OTHERS = [("reference", kv) for kv in TYPES] + [pytest.param("native", kv, marks=BUILT) for kv in ("float32", "int8")]
-AUTO = torch.bfloat16 if available() else torch.float32  # of a model from a file
+OTHERS = [("reference", kv) for kv in TYPES] + [
+    pytest.param("native", kv, marks=BUILT) for kv in ("float32", "bfloat16", "int8")
+]
+AUTO = torch.float16 if available() else torch.float32  # of a model from a file
 PROMPTS = [prompt_of(length, seed) for length, seed in ((3, 1), (9, 1), (14, 2), (25, 3), (6, 4), (14, 1))]
 GREEDY = greedy(24)
 DRAFTERS = dict(registered())
@@ -70,7 +72,7 @@ def test_the_type_is_really_in_use(ops: str) -> None:
     """A control for the tests here: log-probabilities of each type are near those of the others, and not the same."""
     params = greedy(8, logprobs=1)
     seen = []
-    for kv in ("auto", *(("float32", "int8") if ops == "native" else TYPES)):
+    for kv in ("auto", *(("float32", "bfloat16", "int8") if ops == "native" else TYPES)):
         entries = plain(target(ops), PROMPTS[3], params, kv_cache_dtype=kv).completions[0].logprobs
         assert entries
         seen.append(entries[0].logprob)
@@ -81,7 +83,7 @@ def test_the_type_is_really_in_use(ops: str) -> None:
 @pytest.mark.parametrize("ops", OPERATIONS)
 def test_auto_is_16_bits_on_native_operations(ops: str) -> None:
     """And as the model computes on others; the memory plan knows."""
-    model, auto = target(ops), torch.bfloat16 if ops == "native" else torch.float64
+    model, auto = target(ops), torch.float16 if ops == "native" else torch.float64
     engine = make_engine(model, DRAFTERS["none"](context_for(model)))
     parts = [part for kv in engine.runner.pool.layers for part in kv.parts]
     assert {part.dtype for part in parts} == {auto}
@@ -169,7 +171,7 @@ def test_target_and_draft_model_choose_their_types_apart(mine: str, theirs: str)
     drafter = self_drafter(model, kv_cache_dtype=theirs)
     engine = make_engine(model, drafter, kv_cache_dtype=mine)
     assert_same(run_all(engine, [(PROMPTS[1], GREEDY)])[0], want)
-    kinds = {"auto": torch.float64, "bfloat16": torch.bfloat16, "int8": torch.int8}
+    kinds = {"auto": torch.float64, "float16": torch.float16, "bfloat16": torch.bfloat16, "int8": torch.int8}
     assert [runner.pool.layers[1].v.dtype for runner in (engine.runner, drafter.runner)] == [kinds[mine], kinds[theirs]]
     assert (engine.memory.target_kv, engine.memory.draft_kv) == (held(engine.runner), held(drafter.runner))
 
@@ -212,7 +214,7 @@ def test_smaller_types_hold_more_tokens_in_the_same_memory(folder: Path) -> None
         assert memory.target_kv == memory.tokens * vectors * size
 
 
-@pytest.mark.parametrize("bad", ["fp8", "float16", "INT8", 8])
+@pytest.mark.parametrize("bad", ["fp8", "float64", "INT8", 8])
 def test_any_other_type_is_refused_in_one_sentence(folder: Path, bad: object) -> None:
     for drafter, settings in (
         ("none", {"kv_cache_dtype": bad}),

@@ -10,9 +10,10 @@ import torch
 
 from outrider.ops import native
 from outrider.ops.contract import KV_GROUP
+from outrider.ops.native import pack
 from outrider.ops.reference import quantize_kv
 from tests.ops.paged import Paged, Rows
-from tests.ops.test_native import CONFIGS, TREE, native_decoder, traffic
+from tests.ops.test_native import CONFIGS, TREE, dense, native_decoder, traffic
 from tests.toy import full_logits, toy_config, toy_decoder
 
 NATIVE = pytest.mark.skipif(not native.available(), reason="the extension is not built")
@@ -72,7 +73,7 @@ def test_logits_are_near_those_of_full_precision(kv_dtype: torch.dtype, low: flo
     assert low < (got - exact).abs().max() < high * exact.std()
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.bfloat16, torch.int8])
 def test_a_slot_holds_the_same_whoever_wrote_it(kv_dtype: torch.dtype) -> None:
     """A prompt in one pass, in chunks, row by row, beside others, and as a path of a tree: on the reference in fp64."""
     decoder, tokens = toy_decoder(), [i * 7 % 31 for i in range(20)]
@@ -112,6 +113,29 @@ def test_native_rounds_as_the_reference_does_to_the_last_bit(name: str, isa: str
         want_codes, want_scale = quantize_kv(exact[:, slots])
         assert torch.equal(codes[:, slots], want_codes)
         assert torch.equal(scale[:, slots], want_scale)
+
+
+@NATIVE
+@pytest.mark.parametrize("isa", native.available_isas())
+@pytest.mark.parametrize("name", ["llama", "wide heads", "odd heads", "odd sizes"])
+def test_halves_are_rounded_and_kept_in_range_by_all_alike(name: str, isa: str) -> None:
+    """Values below a half's smallest, between its whole steps, and beyond its greatest one."""
+    decoder = native_decoder(CONFIGS[name], "f32", isa=isa)
+    layer = decoder.layers[0]
+    rows = len(dense(layer.v))
+    spread = 10.0 ** torch.linspace(-9, 6, rows)[:, None]
+    first = dataclasses.replace(layer, v=pack(dense(layer.v) * spread, "f32"))
+    decoder.layers = (first, *decoder.layers[1:])
+    full, short = (Paged(decoder, kv_dtype=kind) for kind in (torch.float32, torch.float16))
+    for paged in (full, short):
+        paged.run(Rows(0, [i * 7 % 31 for i in range(50)]))
+    written = full.batch([Rows(0, [0])]).block_tables[0]
+    slots = torch.cat([torch.arange(4) + 4 * int(block) for block in written])[:50]
+    exact, halves = full.kv[0].v[:, slots], short.kv[0].v[:, slots]
+    assert exact.abs().max() > 65504
+    assert (exact.abs() < 2.0**-24).any()
+    assert torch.equal(halves, exact.clamp(-65504, 65504).half())
+    assert torch.equal(short.kv[0].k[:, slots], full.kv[0].k[:, slots].half())
 
 
 @NATIVE

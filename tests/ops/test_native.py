@@ -200,7 +200,7 @@ def traffic(paged: Paged) -> list[torch.Tensor]:
     return out
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_layers_equal_the_reference(name: str, kv_dtype: torch.dtype) -> None:
     for isa in (ISAS[0], "portable"):
@@ -248,7 +248,7 @@ def test_all_instruction_sets_and_thread_counts_give_the_same_bits() -> None:
         ("llama", "q4_1", torch.int8),
         ("qwen3", "int8", torch.bfloat16),
         ("window", "q8_0", torch.float32),
-        ("all biases", "bf16", torch.bfloat16),
+        ("all biases", "bf16", torch.float16),
         ("odd sizes", "f32", torch.int8),
         ("wide heads", "f32", torch.int8),
     ):
@@ -303,7 +303,13 @@ def test_the_largest_integer_sums_are_exact(kind: str, lowest: int, isa: str) ->
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     ("name", "kv_dtype"),
-    [("llama", torch.int8), ("window", None), ("window", torch.bfloat16), ("odd heads", torch.int8)],
+    [
+        ("llama", torch.int8),
+        ("window", None),
+        ("window", torch.bfloat16),
+        ("odd heads", torch.int8),
+        ("odd heads", torch.float16),
+    ],
 )
 def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str, kv_dtype: torch.dtype | None) -> None:
     tokens = [i * 7 % 31 for i in range(100)]
@@ -326,7 +332,7 @@ def test_rows_of_layers_do_not_depend_on_the_batch(name: str, isa: str, kv_dtype
         assert torch.equal(logits, alone[lengths[i] : lengths[i] + 1 + i % 3])
 
 
-@pytest.mark.parametrize("kv_dtype", [None, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("kv_dtype", [None, torch.float16, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("name", ["llama", "window"])
 def test_a_path_through_a_tree_has_the_bits_of_plain_decoding(name: str, kv_dtype: torch.dtype | None) -> None:
     tokens = [i * 7 % 31 for i in range(40)]

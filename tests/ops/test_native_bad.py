@@ -60,7 +60,7 @@ def test_bad_arguments_of_a_layer_raise() -> None:
     wrong(kv=LayerKV(kv.k[:1], kv.v[:1]))
     wrong(kv=LayerKV(kv.k[:, :-1], kv.v[:, :-1]))
     wrong(kv=LayerKV(kv.k, kv.v[:-1]))
-    wrong(kv=LayerKV(kv.k.half(), kv.v.half()))
+    wrong(kv=LayerKV(kv.k.half(), kv.v))
     wrong(kv=LayerKV(kv.k, kv.v.bfloat16()))
     codes, scale = torch.zeros(kv.k.shape, dtype=torch.int8), torch.zeros(*kv.k.shape[:2], 1)
     ops.decoder_layer(**{**good, "kv": LayerKV(codes, codes.clone(), scale, scale.clone())})

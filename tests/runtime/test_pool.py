@@ -57,14 +57,14 @@ def test_eight_bits_come_with_one_scale_for_each_32_dims(dim: int, groups: int) 
     assert KVPool.bytes_per_token(config, torch.int8) * 15 == sum(p.nbytes for kv in made.layers for p in kv.parts)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 def test_blocks_are_copied_in_order(dtype: torch.dtype) -> None:
     made = pool(dtype=dtype)
     made.copy_blocks([Copy(0, 3), Copy(1, 0), Copy(3, 2)])
     assert contents(made) == [2, 3, 2, 3, 0, 1, 0, 1]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
 def test_a_move_reads_all_slots_before_it_writes_any(dtype: torch.dtype) -> None:
     made = pool(dtype=dtype)
     made.move([1, 2, 5], [0, 1, 2])
