@@ -56,6 +56,7 @@ TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
 IDLE = "little is found to draft"
 PAYS = "drafts pay again"
+JOINS = Draft.nothing("its prompt was only just read")
 
 
 @dataclass
@@ -81,6 +82,7 @@ class _Request:
     kind: str
     on: bool | None = None  # None: not decided yet
     reason: str = ""
+    refused: Draft = Draft.nothing(TOO_LITTLE)  # what it gets where it drafts nothing
     wish: Wish | None = None  # None: to be made anew
     planned: int = 0  # rows, by the decision in force
     price: float = 0.0  # seconds that a probe costs, or a row more
@@ -117,6 +119,7 @@ class AutoLength(DraftController):
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
         self._drafted = 0  # steps in which a drafter was asked
+        self._planned = False  # in this step
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: _Request | None = None
@@ -129,30 +132,39 @@ class AutoLength(DraftController):
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
         if not spans:
             return []
+        if self._planned:  # the others of this step are planned for: these join them in the next one
+            for span in spans:
+                span.draft = JOINS
+            return [0] * len(spans)
+        self._planned = True
         ids = [span.seq.id for span in spans]
         if self._age >= AGED or 4 * self._news > len(ids) or ids != self._ids:
             self._decide(spans, ids, rows)
         self._age += 1
         budgets = [min(r.planned, span.budget) for r, span in zip(self._running, spans, strict=True)]
         left = rows - sum(budgets)
+        earned, plain = SHARE * self._token_seconds, self._token_seconds
         for i, (request, span) in enumerate(zip(self._running, spans, strict=True)):
             request.probing = False
+            budget, price = budgets[i], request.price
+            share = 1.5 if not budget else 2.0  # the rest of the account is left for ``trim``
+            request.account = min(request.account + earned, max(plain, share * price))
+            if not budget:
+                if request.account >= price:
+                    probe = min(self.longest if request.known.whole else PROBE, span.budget, left)
+                    if probe > 0:
+                        budgets[i], request.probing = probe, True
+                        left -= probe
+                        continue
+                if span.budget:
+                    span.draft = request.refused
+                continue
             if left < 0:  # there was more room when it was decided
-                cut = min(budgets[i], -left)
-                budgets[i], left = budgets[i] - cut, left + cut
-            share = 1.5 if not budgets[i] else 2.0  # the rest of the account is left for ``trim``
-            most = max(self._token_seconds, share * request.price)
-            request.account = min(request.account + SHARE * self._token_seconds, most)
-            if not budgets[i]:
-                probe = min(self.longest if request.known.whole else PROBE, span.budget, left)
-                if probe > 0 and request.account >= request.price:
-                    budgets[i], request.probing = probe, True
-                    left -= probe
-                elif span.budget:
-                    span.draft = Draft.nothing(request.reason or TOO_LITTLE)
-            elif request.account >= share * request.price and left > 0 and budgets[i] < min(span.budget, self.longest):
+                cut = min(budget, -left)
+                budgets[i], left = budget - cut, left + cut
+            elif request.account >= share * price and left > 0 and budget < min(span.budget, self.longest):
                 # One row more now and then, to know what it would bring.
-                request.account -= request.price
+                request.account -= price
                 budgets[i] += 1
                 left -= 1
         self._length += 0.02 * (sum(budgets) / len(spans) - self._length)
@@ -242,6 +254,7 @@ class AutoLength(DraftController):
             request.expected = sum(chances[:kept])
 
     def observe(self, record: StepRecord) -> None:
+        self._planned = False
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
         if not record.prompt_rows and rows:
             times = record.times
@@ -343,7 +356,8 @@ class AutoLength(DraftController):
         trusted = min(request.trusted, span.drafted)
         request.survival.add(request.asked, trusted, [row for row in span.path if row < trusted])
         request.drafts += 1
-        if request.probing or request.drafts <= 4 or request.drafts % NEWS == 0:
+        news = bool(span.path) if request.probing else request.drafts % NEWS == 0
+        if news or request.drafts <= 4:  # a probe in vain is none, as nothing is drafted anyway
             request.wish = None
             self._news += 1
         if request.confidence:
@@ -363,6 +377,7 @@ class AutoLength(DraftController):
     def _change(self, seq_id: int, request: _Request, on: bool, reason: str) -> None:
         first = request.on is None  # it had no mind to change
         request.on, request.reason = on, "" if on else reason
+        request.refused = Draft.nothing(request.reason or TOO_LITTLE)
         if not first:
             self.changes += 1
             self._tell(f"speculation {'on' if on else 'off'} for sequence {seq_id}: {request.reason or PAYS}")
