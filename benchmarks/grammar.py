@@ -1,4 +1,4 @@
-"""What a grammar costs on a real vocabulary: compiling, a matcher, a mask, and a step back along a draft.
+"""What a grammar costs on a real vocabulary: a matcher, a mask, a step along a draft, several answers.
 
 python -m benchmarks.grammar MODEL
 """
@@ -15,7 +15,8 @@ import numpy as np
 from outrider.core.grammar import Grammar
 from outrider.models.grammars import Grammars
 from outrider.models.load import open_model
-from outrider.sampling.grammar import Matcher
+from outrider.ops.native import default_threads
+from outrider.sampling.grammar import Masks, Matcher
 
 SCHEMA = Grammar.schema(
     {
@@ -29,6 +30,7 @@ SCHEMA = Grammar.schema(
         "additionalProperties": False,
     }
 )
+PROSE = "The quick brown fox jumps over the lazy dog and then it goes back home to sleep until the morning comes"
 TEXT = '{"name": "Bob Smith", "age": 42, "tags": ["tennis", "chess", "reading old books"]}'
 
 
@@ -37,6 +39,13 @@ def timed(work: Callable[[], object]) -> float:
     start = time.perf_counter()
     work()
     return 1e3 * (time.perf_counter() - start)
+
+
+def step(masks: Masks, matchers: list[Matcher]) -> None:
+    """The masks of several answers, as the engine has them made."""
+    masks.prepare(matchers)
+    for matcher in matchers:
+        matcher.allowed()
 
 
 def main() -> None:
@@ -62,6 +71,16 @@ def main() -> None:
             f"a mask of {tokenizer.vocab_size} tokens {what}: mean {cost.mean():.0f} us, median {np.median(cost):.0f}, "
             f"99% {np.percentile(cost, 99):.0f}, most {cost.max():.0f}"
         )
+    for pattern, n in (("[A-Za-z ,.']{20,400}", 1), ("[A-Za-z ,.']{20,400}", 8), (r"(\w+ ){5,40}\w+", 8)):
+        compiled, ids = grammars.compile(Grammar("regex", pattern)), tokenizer.encode(PROSE)
+        masks, answers = Masks(default_threads()), [list[int]() for _ in range(n)]
+        matchers = [Matcher(compiled, answer, 0) for answer in answers]
+        costs = []
+        for token in ids:
+            costs.append(timed(lambda matchers=matchers, masks=masks: step(masks, matchers)))
+            for answer in answers:
+                answer.append(token)
+        print(f"{n} answers that follow {pattern}: {np.mean(costs):.2f} ms a step, median {np.median(costs):.2f}")
     logits = np.zeros(tokenizer.vocab_size)
     mask = Matcher(compiled, [], 0).allowed()
     apply = min(timed(lambda: np.copyto(logits, -np.inf, where=~mask)) for _ in range(50))

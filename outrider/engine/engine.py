@@ -25,10 +25,11 @@ from outrider.engine.request import Delta, Limits, Request, RequestOutput, check
 from outrider.engine.scheduler import Plan, Scheduler
 from outrider.models.detokenizer import Detokenizer
 from outrider.models.load import LoadedModel
+from outrider.ops.native import default_threads
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
 from outrider.runtime.runner import Runner, rows_by_span
-from outrider.sampling.grammar import Account
+from outrider.sampling.grammar import Account, Masks
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
@@ -70,6 +71,7 @@ class Engine:
         self.blocks = BlockManager(self.memory.n_blocks, config.block_size, config.enable_prefix_caching)
         self.runner = Runner(decoder, self.memory.n_blocks, config.block_size, config.kv_cache_dtype)
         self.metrics = EngineMetrics()
+        self._masks = Masks(config.threads or default_threads())
         self._requests: dict[int, Request] = {}  # unfinished ones
         self._request_of: dict[int, Request] = {}  # by the id of a sequence that has not ended
         self._answer_of: dict[int, Answer] = {}
@@ -215,6 +217,7 @@ class Engine:
         out = self.runner.forward(plan.spans, self._feature_layers)
         logits = rows_by_span(plan.spans, out.logits)
         clock.append(time.perf_counter())
+        self._prepare_masks(plan.spans)
         best = repeat(None, len(logits)) if out.best is None else rows_by_span(plan.spans, out.best)
         verdicts = [self._verify(*args) for args in zip(plan.spans, logits, best, strict=True)]
         clock.append(time.perf_counter())
@@ -250,6 +253,11 @@ class Engine:
             if rows < len(span.draft):
                 span.draft = span.draft.truncated(rows) if rows > 0 else Draft.nothing("the draft was too unlikely")
         return seconds
+
+    def _prepare_masks(self, spans: Seq[Span]) -> None:
+        """What the grammars of these allow next, all at once."""
+        answers = [self._answer_of[span.seq.id] for span in spans if span.reaches_end and span.seq.params.grammar]
+        self._masks.prepare([a.history.matcher(a.sampler.grammar) for a in answers if a.sampler.grammar])
 
     def _verify(self, span: Span, logits: NDArray[np.floating], best: NDArray[np.int64] | None) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""

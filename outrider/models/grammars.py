@@ -23,6 +23,10 @@ MAX_COMPILED = 64
 _STACK = 1 << 29  # bytes of address space; what is not used takes no memory
 _MAX_ITEMS = 1000  # of a parser's row: the time that an ambiguous grammar takes for a token is cubic in them
 _MAX_STEP = 10_000  # items for one mask: five times what large schemas need, and 50 ms; llguidance's 50000 are seconds
+_SLICES = ("[a-z]{1,10}", "[a-zA-Z]{1,10}", "[a-zA-Z ]{1,10}")
+"""Classes of tokens that are allowed together, in one go, where a grammar takes any such text, beside llguidance's own.
+
+They change no mask. Without them it walks through all words of the vocabulary for a regular expression of letters."""
 _JSON_OPTIONS = {"whitespace_pattern": r"[ \t\n\r]{1,40}"}  # without a bound a model may write blanks for ever
 
 
@@ -90,7 +94,8 @@ class Grammars:
         assert self._tokenizer is not None
         llguidance = _library("grammar")
         vocabulary = _Vocabulary(self._tokenizer, self._n_tokens, self._eos_ids)
-        tokens = llguidance.LLTokenizer(vocabulary, n_vocab=self._n_tokens, eos_token=list(self._eos_ids))
+        slices = [*_SLICES, *llguidance.LLTokenizer.general_slices()]
+        tokens = llguidance.LLTokenizer(vocabulary, self._n_tokens, list(self._eos_ids), slices)
         vocabulary.greedy = tokens.greedy_tokenize
         vocabulary("a")
         return tokens

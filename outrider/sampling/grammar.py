@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +19,8 @@ EARNED = 0.01
 """Seconds of computing that a request's grammar may take for each token of its answers,"""
 CREDIT = 0.2
 """and so many beyond that: all others wait meanwhile, some of it perhaps in a single step."""
+DEAR = 3e-4
+"""Seconds of a mask from which the next one is worth another thread."""
 
 
 class Account:
@@ -24,9 +28,15 @@ class Account:
 
     def __init__(self) -> None:
         self.spent = 0.0
+        self._lock = threading.Lock()
 
     def earn(self, tokens: int) -> None:
-        self.spent = max(0.0, self.spent - EARNED * tokens)
+        with self._lock:
+            self.spent = max(0.0, self.spent - EARNED * tokens)
+
+    def spend(self, seconds: float) -> None:
+        with self._lock:
+            self.spent += seconds
 
     def check(self, where: str) -> None:
         """Raises SettingError, which names the grammar's setting ``where``, when the account is overdrawn."""
@@ -58,6 +68,17 @@ class Matcher:
         self._account = account or Account()
         self._seen = len(tokens)  # that have paid in
         self._words = np.zeros((grammar.n_tokens + 31) // 32, dtype=np.int32)
+        self._cost = 0.0  # seconds of the newest mask
+
+    @property
+    def dear(self) -> bool:
+        """Whether the next mask is likely to take long."""
+        return self._cost > DEAR
+
+    def prepare(self) -> None:
+        """Has what may follow the answer ready for ``allowed``, which also says what is wrong with it."""
+        with suppress(SettingError):
+            self.allowed()
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:
         """bool[n_tokens]: what may follow the answer and the draft tokens ``path``.
@@ -104,11 +125,16 @@ class Matcher:
             mask = np.zeros(self._grammar.n_tokens, dtype=np.bool_)
             mask[list(self._grammar.eos_ids)] = True
             return mask
-        self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+        begin = time.perf_counter()
+        if self.dear:  # let go of the interpreter meanwhile: other threads have work, too
+            words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        else:
+            self._matcher.unsafe_compute_mask_ptr(self._words.ctypes.data, self._words.nbytes)
+            words = self._words.view(np.uint8)
+        self._cost = time.perf_counter() - begin
         if self._matcher.is_error():
             raise self._failure("")
-        bits = np.unpackbits(self._words.view(np.uint8), count=self._grammar.n_tokens, bitorder="little")
-        return bits.view(np.bool_)
+        return np.unpackbits(words, count=self._grammar.n_tokens, bitorder="little").view(np.bool_)
 
     def _go_to(self, path: Sequence[int]) -> bool:
         """Takes in answer and ``path``, up to an end token; returns whether there is one."""
@@ -145,4 +171,21 @@ class Matcher:
         try:
             yield
         finally:
-            self._account.spent += time.thread_time() - begin
+            self._account.spend(time.thread_time() - begin)
+
+
+class Masks:
+    """Has the masks of several answers ready at once, on ``threads`` threads, where they take long enough for that."""
+
+    def __init__(self, threads: int) -> None:
+        self._threads = threads
+        self._pool: ThreadPoolExecutor | None = None
+
+    def prepare(self, matchers: Sequence[Matcher]) -> None:
+        dear = [matcher for matcher in matchers if matcher.dear]
+        if len(dear) < 2 or self._threads < 2:
+            return
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(self._threads, "outrider-mask")
+        for _ in self._pool.map(Matcher.prepare, dear):
+            pass

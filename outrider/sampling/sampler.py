@@ -104,7 +104,7 @@ class Sampler:
         ids = None
         if 0 < params.top_k < len(z):
             ids = best(z, params.top_k)
-        elif params.min_p > 0 or params.allowed_token_ids is not None:
+        elif params.min_p > 0 or params.allowed_token_ids is not None or self.grammar is not None:
             ids = self._near(z, peak)
         x = (z if ids is None else z[ids]).astype(np.float64, copy=not own)
         with np.errstate(over="ignore"):  # tiny temperatures: -inf is right

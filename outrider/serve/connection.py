@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from outrider.serve.errors import ApiError, unavailable
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         headers: list[tuple[bytes, bytes]]
 
         def on_headers_complete(self) -> None: ...
+        def on_response_complete(self) -> None: ...
         def on_body(self, body: bytes) -> None: ...
 else:
     _Base = object
@@ -63,6 +65,25 @@ def room(files: int | None) -> tuple[int, int | None]:
     return backlog, max(1, files - backlog - RESERVE)
 
 
+class _Line:
+    """A transport that asks before it is closed: ``hangs_up`` says whether that is seen to."""
+
+    def __init__(self, transport: asyncio.Transport, hangs_up: Callable[[], bool]) -> None:
+        self._transport, self._hangs_up, self._closing = transport, hangs_up, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def is_closing(self) -> bool:
+        return self._closing or self._transport.is_closing()
+
+    def close(self) -> None:
+        if self._hangs_up():
+            self._closing = True
+        else:
+            self._transport.close()
+
+
 class Connection(_Base):
     """Goes before one of uvicorn's protocols (see ``watched``).
 
@@ -79,9 +100,10 @@ class Connection(_Base):
     transport: asyncio.Transport
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
-        self._sent = self._took = self._refused = False
+        self._sent = self._took = self._hung_up = False
         self._left = self._wasted = 0
+        self._answered: Any = None  # the latest request whose answer is out, as uvicorn knows it
+        super().connection_made(cast(asyncio.Transport, _Line(cast(asyncio.Transport, transport), self._close)))
         self._timer = asyncio.get_running_loop().call_later(self.patience, self._look)
         self.transport.set_write_buffer_limits(high=0)  # whatever the system does not take stops the answer
         if self.most is not None and len(self.connections) > self.most:
@@ -94,7 +116,7 @@ class Connection(_Base):
 
     def data_received(self, data: bytes) -> None:
         self._sent = True
-        if not self._refused:
+        if not self._hung_up:
             super().data_received(data)
         self._wasted = self._wasted + len(data) if self._awaits_head() else 0
         if self._wasted > DRAIN:
@@ -106,21 +128,43 @@ class Connection(_Base):
 
     def refuse(self, error: ApiError) -> None:
         """Answers what is no request, and ends the connection once the client has seen that or had time to."""
-        if self._refused:
+        if self._hung_up:
             return
         if not self._awaits_head():  # it would be taken for the answer that is still to come
             self.transport.abort()
             return
-        self._refused = True
         self.transport.write(_response(error))
-        if self.transport.can_write_eof():
-            self.transport.write_eof()
-        self._timer.cancel()
-        self._timer = asyncio.get_running_loop().call_later(self.patience, self.transport.abort)
+        self._hang_up()
 
     def send_400_response(self, msg: str) -> None:
         """uvicorn's answer to what is no HTTP, in the shape of the others."""
         self.refuse(ApiError(400, msg))
+
+    def on_response_complete(self) -> None:
+        if self.cycle.response_complete:  # else it is the next one already, which waits
+            self._answered = self.cycle
+        super().on_response_complete()
+
+    def _close(self) -> bool:
+        """Before uvicorn closes the connection: whether it is hung up instead, as the client is not done sending.
+
+        Where a connection is closed with bytes that nobody took, the system takes back an answer that was not read yet.
+        """
+        if self._hung_up or self.transport.is_closing() or self.cycle is None or self.cycle is self._answered:
+            return False
+        early = bool(self.cycle.more_body)
+        if early:
+            self._hang_up()
+        return early
+
+    def _hang_up(self) -> None:
+        """Says no more, and takes what comes, for so long and so much as is allowed, until the client hangs up too."""
+        self._hung_up = True
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        self.flow.resume_reading()
+        self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(self.patience, self.transport.abort)
 
     def _look(self) -> None:
         """Ends the connection if nothing has moved since the last look although it is the client's turn."""

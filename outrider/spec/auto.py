@@ -20,7 +20,7 @@ from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams
 from outrider.core.types import Sequence as Seq
 from outrider.core.types import Span, SpanRecord, StepRecord
-from outrider.spec.choice import Choice, Speed
+from outrider.spec.choice import Choice, Speed, kind_of
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
 from outrider.spec.goodput import Wish, best_budgets
@@ -32,6 +32,10 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
+BESIDE = 2.0
+"""What a probe takes of the controller's own time, in those of weighing it: learning from it takes as long."""
+LEAP = 4
+"""Rows that a draft may have, and two more for each row of the longest one so far."""
 MEMORY = 100
 """Drafts that an estimate of one request looks back on."""
 LUCK_MEMORY = 33
@@ -56,6 +60,8 @@ TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
 IDLE = "little is found to draft"
 PAYS = "drafts pay again"
+JOINS = Draft.nothing("its prompt was only just read")
+UNDECIDED = Draft.nothing(TOO_LITTLE)
 
 
 @dataclass
@@ -81,9 +87,10 @@ class _Request:
     kind: str
     on: bool | None = None  # None: not decided yet
     reason: str = ""
+    refused: Draft = UNDECIDED  # what it gets where it drafts nothing
     wish: Wish | None = None  # None: to be made anew
     planned: int = 0  # rows, by the decision in force
-    price: float = 0.0  # seconds that a probe costs, or a row more
+    price: float = math.inf  # seconds that a probe costs, or a row more
     account: float = 0.0  # seconds that may be lost to trying
     asked: int = 0  # rows, in this step
     trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
@@ -117,6 +124,9 @@ class AutoLength(DraftController):
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
         self._drafted = 0  # steps in which a drafter was asked
+        self._planned = False  # in this step
+        self._weighing = Line(200)  # seconds of a step for weighing its drafts, by their number
+        self._asked = 0  # drafts, in this step
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: _Request | None = None
@@ -124,35 +134,48 @@ class AutoLength(DraftController):
         self._changed: float | None = None
 
     def choose(self, params: SamplingParams, drafters: Sequence[str]) -> str:
-        return self._choices.setdefault(_kind(params), Choice()).choose(drafters)
+        return self._choices.setdefault(kind_of(params), Choice()).choose(drafters)
 
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
         if not spans:
             return []
+        if self._planned:  # the others of this step are planned for: these join them in the next one
+            for span in spans:
+                span.draft = JOINS
+            return [0] * len(spans)
+        self._planned = True
         ids = [span.seq.id for span in spans]
-        if self._age >= AGED or 4 * self._news > len(ids) or ids != self._ids:
+        if ids != self._ids:  # whoever came or went is news
+            self._news += 3 * len(set(ids).symmetric_difference(self._ids))
+        if self._age >= AGED or 4 * self._news > len(ids):
             self._decide(spans, ids, rows)
+        elif ids != self._ids:
+            self._running, self._ids = [self._request(span.seq) for span in spans], ids
         self._age += 1
         budgets = [min(r.planned, span.budget) for r, span in zip(self._running, spans, strict=True)]
         left = rows - sum(budgets)
+        earned, plain = SHARE * self._token_seconds, self._token_seconds
         for i, (request, span) in enumerate(zip(self._running, spans, strict=True)):
             request.probing = False
+            budget, price = budgets[i], request.price
+            share = 1.5 if not budget else 2.0  # the rest of the account is left for ``trim``
+            request.account = min(request.account + earned, max(plain, share * price))
+            if not budget:
+                if request.account >= price:
+                    probe = min(self.longest if request.known.whole else PROBE, span.budget, left)
+                    if probe > 0:
+                        budgets[i], request.probing = probe, True
+                        left -= probe
+                        continue
+                if span.budget:
+                    span.draft = request.refused
+                continue
             if left < 0:  # there was more room when it was decided
-                cut = min(budgets[i], -left)
-                budgets[i], left = budgets[i] - cut, left + cut
-            share = 1.5 if not budgets[i] else 2.0  # the rest of the account is left for ``trim``
-            most = max(self._token_seconds, share * request.price)
-            request.account = min(request.account + SHARE * self._token_seconds, most)
-            if not budgets[i]:
-                probe = min(self.longest if request.known.whole else PROBE, span.budget, left)
-                if probe > 0 and request.account >= request.price:
-                    budgets[i], request.probing = probe, True
-                    left -= probe
-                elif span.budget:
-                    span.draft = Draft.nothing(request.reason or TOO_LITTLE)
-            elif request.account >= share * request.price and left > 0 and budgets[i] < min(span.budget, self.longest):
+                cut = min(budget, -left)
+                budgets[i], left = budget - cut, left + cut
+            elif request.account >= share * price and left > 0 and budget < min(span.budget, self.longest):
                 # One row more now and then, to know what it would bring.
-                request.account -= request.price
+                request.account -= price
                 budgets[i] += 1
                 left -= 1
         self._length += 0.02 * (sum(budgets) / len(spans) - self._length)
@@ -182,7 +205,7 @@ class AutoLength(DraftController):
             else:
                 probe = min(self.longest if request.known.whole else PROBE, max(1, span.budget))
                 passes = self.costs.curve(n + probe)
-                request.price = request.known.cost.at(probe)
+                request.price = request.known.cost.at(probe) + BESIDE * self._weighing.slope
                 if not request.known.sure:
                     request.price += passes[n + probe] - passes[n] + wish.row * probe
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
@@ -212,6 +235,7 @@ class AutoLength(DraftController):
             self._seen += (span.n_new + rows) * len(span.seq)
             if span.seq.id in self._requests:
                 self._requests[span.seq.id].sent = rows
+        self._asked = sum(span.budget > 0 for span in spans)
         return lengths
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
@@ -242,6 +266,7 @@ class AutoLength(DraftController):
             request.expected = sum(chances[:kept])
 
     def observe(self, record: StepRecord) -> None:
+        self._planned = False
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
         if not record.prompt_rows and rows:
             times = record.times
@@ -268,13 +293,15 @@ class AutoLength(DraftController):
             earned, spent = earned + own[0], spent + own[1]
             choice = self._choices.get(request.kind)
             if choice is not None:
-                choice.speeds.setdefault(request.drafter, Speed()).add(*own)
+                choice.speed_of(request.drafter).add(*own)
         self._share += 0.03 * (drafting - self._share)
         if self._share < OFF if self._on else self._share > ON:
             self._on, self._changed = not self._on, time.perf_counter()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
+        if self._asked:
+            self._weighing.add(self._asked, max(0.0, record.times.draft - sum(record.draft_seconds.values())))
 
     @property
     def status(self) -> SpecStatus:
@@ -304,7 +331,7 @@ class AutoLength(DraftController):
             drafter = self._drafters.setdefault(name, _Drafter())
             survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
             luck = Luck(LUCK_MEMORY, drafter.luck.ratio)
-            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, _kind(seq.params))
+            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, kind_of(seq.params))
             request.account = GRANT * self._token_seconds
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
@@ -314,6 +341,8 @@ class AutoLength(DraftController):
         if request.wish is not None and (len(request.wish.survival) <= span.budget):
             return request.wish
         drafter, depth = request.known, min(span.budget, self.longest)
+        if not drafter.whole:  # a few lucky rows say nothing of many more
+            depth = min(depth, LEAP + 2 * max(request.survival.tried, drafter.survival.tried))
         survival, presence = request.survival.estimate(depth)
         row = self.costs.per_seen * len(span.seq)
         if drafter.whole and depth:
@@ -343,7 +372,8 @@ class AutoLength(DraftController):
         trusted = min(request.trusted, span.drafted)
         request.survival.add(request.asked, trusted, [row for row in span.path if row < trusted])
         request.drafts += 1
-        if request.probing or request.drafts <= 4 or request.drafts % NEWS == 0:
+        news = bool(span.path) if request.probing else request.drafts % NEWS == 0
+        if news or request.drafts <= 4:  # a probe in vain is none, as nothing is drafted anyway
             request.wish = None
             self._news += 1
         if request.confidence:
@@ -356,18 +386,15 @@ class AutoLength(DraftController):
         cost = drafter.cost.at(request.asked) + per_row * request.sent
         if request.probing:
             won = span.accepted * self._token_seconds
-            request.account = min(request.account - cost + won, max(self._token_seconds, 1.5 * cost))
+            lost = cost + BESIDE * self._weighing.slope
+            request.account = min(request.account - lost + won, max(self._token_seconds, 1.5 * lost))
         request.asked = 0
         return cost
 
     def _change(self, seq_id: int, request: _Request, on: bool, reason: str) -> None:
         first = request.on is None  # it had no mind to change
         request.on, request.reason = on, "" if on else reason
+        request.refused = Draft.nothing(request.reason or TOO_LITTLE)
         if not first:
             self.changes += 1
             self._tell(f"speculation {'on' if on else 'off'} for sequence {seq_id}: {request.reason or PAYS}")
-
-
-def _kind(params: SamplingParams) -> str:
-    """Requests of one kind are expected to suit the same drafter."""
-    return "greedy" if params.greedy else "sampled"

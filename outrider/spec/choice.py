@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from outrider.core.params import SamplingParams
+
 ENOUGH = 60.0
 """Steps of a drafter before its speed is believed,"""
 TRIES = 4
@@ -45,9 +47,15 @@ class Choice:
         self._best = ""
         self._asked = 0
 
+    def speed_of(self, drafter: str) -> Speed:
+        known = self.speeds.get(drafter)
+        if known is None:
+            known = self.speeds[drafter] = Speed()
+        return known
+
     def choose(self, drafters: Sequence[str]) -> str:
         """One of ``drafters``: each is tried first, then the best serves."""
-        speeds = {name: self.speeds.setdefault(name, Speed()) for name in drafters}
+        speeds = {name: self.speed_of(name) for name in drafters}
         untried = [name for name in drafters if speeds[name].steps < ENOUGH and self._tries[name] < TRIES]
         if untried:
             name = min(untried, key=lambda name: self._tries[name])
@@ -63,3 +71,8 @@ class Choice:
         if others and self._asked % EVERY == 0:
             return others[self._asked // EVERY % len(others)]
         return self._best
+
+
+def kind_of(params: SamplingParams) -> str:
+    """Requests of one kind are expected to suit the same drafter."""
+    return "greedy" if params.greedy else "sampled"

@@ -80,6 +80,11 @@ class Survival:
         """Drafts that are looked back on."""
         return self.counts.there[0] if self.counts.there else 0.0
 
+    @property
+    def tried(self) -> int:
+        """Rows of the longest draft there was."""
+        return len(self.counts.there)
+
     def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
         """For ``depth`` rows, or more, the chance of each to be accepted if it is there, and to be there if asked for.
 

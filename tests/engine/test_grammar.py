@@ -17,6 +17,7 @@ from outrider.core.grammar import Grammar
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import FinishReason
 from outrider.engine.request import Completion, RequestOutput
+from outrider.sampling.grammar import Masks, Matcher
 from outrider.spec.proposer import Proposer
 from tests.engine.drafters import (
     Build,
@@ -154,6 +155,29 @@ def test_choices_of_one_request_go_their_own_ways() -> None:
         assert_obeys(answer, params.grammar)
     assert len({answer.text for answer in got.completions}) > 6
     assert got.stats.accepted > 0
+
+
+@pytest.mark.parametrize("method", ["standard", "coupled"])
+def test_masks_that_are_made_at_once_give_the_same_answers(monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+    """Drafts come and go beside them."""
+    requests = jobs(temperature=1.1, seed=3, n=4)
+    at_once: list[int] = []
+    prepare = Masks.prepare
+
+    def seen(masks: Masks, matchers: Sequence[Matcher]) -> None:
+        at_once.append(sum(matcher.dear for matcher in matchers))
+        prepare(masks, matchers)
+
+    monkeypatch.setattr(Masks, "prepare", seen)
+    got = []
+    for limit, most in ((1e9, 0), (-1.0, 12)):
+        monkeypatch.setattr("outrider.sampling.grammar.DEAR", limit)
+        at_once.clear()
+        engine = make_engine(TARGET, self_drafter(TARGET), method=method, threads=3)
+        got.append([[c.token_ids for c in out.completions] for out in run_all(engine, requests)])
+        assert max(at_once) >= most
+        assert most or not any(at_once)
+    assert got[0] == got[1]
 
 
 @pytest.mark.parametrize("method", ["standard", "block", "coupled"])

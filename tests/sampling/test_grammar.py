@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,11 @@ from outrider.core.types import Verdict
 from outrider.models.grammars import CompiledGrammar, Grammars
 from outrider.models.load import open_model
 from outrider.models.tokenizer import Tokenizer, tokenizer_from_folder
-from outrider.sampling.grammar import CREDIT, EARNED, Account, Matcher
+from outrider.sampling.grammar import CREDIT, EARNED, Account, Masks, Matcher
 from outrider.sampling.history import History
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
+from tests.sampling.dense_reference import dense_law
 from tests.tiny import write_tiny_model
 
 pytest.importorskip("llguidance")
@@ -241,6 +244,84 @@ def test_the_answers_of_a_request_share_its_time(grammars: Grammars, tokenizer: 
         second.allowed([a])
     assert first.allowed()[a], "its token has paid"
     assert account.spent < CREDIT
+
+
+def test_masks_made_at_once_are_those_made_alone(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On threads of their own, where they are dear; what breaks a limit, or is overdrawn, is said where it is asked."""
+    a, x, seven = (tokenizer.encode(t)[0] for t in "ax7")
+    wide = grammars.compile(Grammar("lark", TOO_WIDE, "guided_grammar"))
+    usual = [
+        grammars.compile(grammar) for grammar in (ANY_JSON, Grammar("regex", "[a-z]{1,20}"), Grammar("regex", "a+"))
+    ]
+    made: list[str] = []  # the thread of each mask
+    mask = Matcher._mask
+
+    def seen(matcher: Matcher, path: list[int]) -> np.ndarray:
+        made.append(threading.current_thread().name)
+        return mask(matcher, path)
+
+    monkeypatch.setattr(Matcher, "_mask", seen)
+    for limit, on_threads in ((-1.0, True), (1e9, False)):
+        monkeypatch.setattr("outrider.sampling.grammar.DEAR", limit)
+        tokens = [list(PROMPT) for _ in usual]
+        matchers = [Matcher(compiled, own, len(PROMPT)) for compiled, own in zip(usual, tokens, strict=True)]
+        broken, overdrawn = Matcher(wide, [*PROMPT, a, x, seven], len(PROMPT)), Matcher(usual[0], PROMPT, len(PROMPT))
+        overdrawn._account.spent = 10.0
+        masks = Masks(3)
+        for _ in range(6):
+            made.clear()
+            broken._account.spent = 0.0  # on a slow machine it may have used up its time
+            masks.prepare([*matchers, broken, overdrawn])
+            assert len(made) == (len(matchers) + 1 if on_threads else 0)
+            assert all(name.startswith("outrider-mask") for name in made)
+            for compiled, own, matcher in zip(usual, tokens, matchers, strict=True):
+                before = len(made)
+                nexts = np.flatnonzero(matcher.allowed()).tolist()
+                assert len(made) - before == (not on_threads)
+                assert nexts == fresh(compiled, own[len(PROMPT) :])
+                own.append(min(token for token in nexts if token != EOS))
+            for failing, why in ((broken, "cannot be followed"), (overdrawn, "takes too long")):
+                with pytest.raises(SettingError, match=why):
+                    failing.allowed()
+
+
+def test_more_classes_of_tokens_change_no_mask(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("outrider.models.grammars._SLICES", ())
+    without = Grammars(tokenizer, N, (EOS,))
+    rng = random.Random(3)
+    texts = (r"[a-z]{3,9}", r"[A-Za-z ,.']{20,400}", r"(\w+ ){2,9}\w+", "[^a-f]{0,30}", "[a-zA-Z]{2}[a-z ]*[0-9]")
+    for grammar in (ANY_JSON, *(Grammar("regex", text) for text in texts)):
+        pair = grammars.compile(grammar), without.compile(grammar)
+        for _ in range(4):
+            tokens = list(PROMPT)
+            one, other = (Matcher(compiled, tokens, len(PROMPT)) for compiled in pair)
+            while len(tokens) < 30 and tokens[-1] != EOS:
+                assert one.allowed().tolist() == other.allowed().tolist()
+                tokens.append(rng.choice(np.flatnonzero(one.allowed()).tolist()))
+
+
+def test_a_grammar_leaves_the_law_of_what_it_allows(grammars: Grammars) -> None:
+    """Few tokens or nearly all, with and without the rules behind it, against the law written out."""
+    rng = np.random.default_rng(5)
+    for text in ("[ab]+", "(.|\\n)*", "[a-z ]{0,30}"):
+        compiled = grammars.compile(Grammar("regex", text))
+        allowed = Matcher(compiled, PROMPT, len(PROMPT)).allowed()
+        for rules in ({}, {"top_p": 0.8}, {"top_k": 7}, {"min_p": 0.05}, {"temperature": 0.01}):
+            params = SamplingParams(**{"temperature": 0.9, **rules}, grammar=Grammar("regex", text))  # type: ignore[arg-type]
+            sampler = Sampler(params, VOCAB, (EOS,), N, grammar=compiled)
+            logits = rng.normal(size=VOCAB) * 3
+            masked = np.where(allowed, logits[:N], -np.inf)
+            want, near = dense_law(masked, dataclasses.replace(params, grammar=None), (), PROMPT, [])
+            assert near > 1e-9
+            dist = sampler.dist(logits, PROMPT, [])
+            got = np.zeros(N)
+            got[dist.ids] = dist.probs
+            np.testing.assert_allclose(got, want, rtol=1e-12, atol=1e-300)
+            assert allowed[dist.ids].all()
 
 
 def test_rows_that_fail_are_those_of_their_nodes(grammars: Grammars) -> None:

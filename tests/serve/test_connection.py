@@ -18,9 +18,17 @@ from outrider.serve import connection
 from outrider.serve.connection import BACKLOG, FILES, HEAD, RESERVE, raised_file_limit, room
 from outrider.serve.run import Server
 from tests.serve.serving import PATIENCE, real_server
+from tests.serve.sockets import (
+    GET,
+    LINES,
+    SHORT,
+    connect,
+    read_answer,
+    read_to_end,
+    sent_until_cut_off,
+    wait_for_idle,
+)
 
-SHORT = 0.2
-"""A client's timeout, so that the tests end."""
 LONG = {"prompt": "x", "max_tokens": 900, "ignore_eos": True, "temperature": 0, "logprobs": 5}
 
 
@@ -50,13 +58,6 @@ def small_pipe(server: Server, url: str, body: dict[str, Any]) -> Iterator[socke
         head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
         client.sendall(head.encode() + data)
         yield client
-
-
-def wait_for_idle(llm: LLM, server: Server) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while llm.engine.has_work or server._service.loop.answers or server.server_state.connections:
-        assert time.monotonic() < deadline, "it never ended"
-        time.sleep(0.005)
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -111,33 +112,9 @@ def test_who_says_nothing_or_half_a_request_is_given_up(llm: LLM) -> None:
         wait_for_idle(llm, server)
 
 
-def connect(url: str) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", int(url.rpartition(":")[2])), PATIENCE)
-
-
 def post(body: dict[str, Any]) -> bytes:
     data = json.dumps(body).encode()
     return f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data
-
-
-def read_to_end(client: socket.socket) -> bytes:
-    got = b""
-    while piece := client.recv(1 << 16):
-        got += piece
-    return got
-
-
-def read_answer(client: socket.socket) -> bytes:
-    got = b""
-    while b"\r\n\r\n" not in got or len(got.partition(b"\r\n\r\n")[2]) < length_in(got):
-        piece = client.recv(1 << 16)
-        assert piece, got
-        got += piece
-    return got
-
-
-def length_in(answer: bytes) -> int:
-    return int(answer.lower().partition(b"\r\ncontent-length: ")[2].partition(b"\r\n")[0])
 
 
 def wait_for_work(llm: LLM) -> None:
@@ -145,24 +122,6 @@ def wait_for_work(llm: LLM) -> None:
     while not llm.engine.has_work:
         assert time.monotonic() < deadline, "it never began"
         time.sleep(0.001)
-
-
-def sent_until_cut_off(client: socket.socket, piece: bytes, pause: float = 0.0) -> int:
-    """How many bytes went off, what the system holds among them, before the server would not have more."""
-    sent, most, deadline = 0, 1 << 26, time.monotonic() + PATIENCE
-    try:
-        while sent < most and time.monotonic() < deadline:
-            client.sendall(piece)
-            sent += len(piece)
-            time.sleep(pause)
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    return sent
-
-
-LINES = b"".join(b"X-%d: " % i + b"x" * 1000 + b"\r\n" for i in range(64))
-"""Headers, nearly as many as are allowed."""
-GET = b"GET /health HTTP/1.1\r\nHost: localhost\r\n"
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -234,27 +193,6 @@ def test_a_body_in_small_pieces_is_no_head(llm: LLM) -> None:
     with real_server(llm.engine) as (url, _), connect(url) as client:
         client.sendall(head + pieces + b"0\r\nX-Check: 1\r\n\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 200")
-
-
-@pytest.mark.parametrize("chunked", [False, True])
-@pytest.mark.parametrize(
-    ("path", "key", "status"), [("completions", "k", 413), ("completions", "", 401), ("x", "k", 404)]
-)
-def test_an_answer_before_the_end_of_the_body_is_seen(
-    llm: LLM, path: str, key: str, status: int, chunked: bool
-) -> None:
-    """By a client that reads when all is sent, and whose connection serves it further."""
-    size = 1 << 24
-    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
-    body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if chunked else b"x" * size
-    with real_server(llm.engine, api_key=("k",), max_body_mib=1) as (url, server), connect(url) as client:
-        client.sendall(head.encode() + body)
-        assert read_answer(client).startswith(b"HTTP/1.1 %d " % status)
-        client.sendall(GET + b"\r\n")
-        assert read_answer(client).startswith(b"HTTP/1.1 200")
-        client.close()
-        wait_for_idle(llm, server)
 
 
 def test_a_reader_that_only_sends_is_given_up(slow_engine: LLM) -> None:

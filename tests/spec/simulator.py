@@ -31,7 +31,11 @@ def cpu_pass(rows: int) -> float:
 
 @dataclass
 class Simulator:
-    """Runs ``n`` sequences forever; ``look_up`` and ``per_row`` are the drafter's seconds a draft and a row."""
+    """Runs ``n`` sequences forever; ``look_up`` and ``per_row`` are the drafter's seconds a draft and a row.
+
+    ``weigh`` are seconds a draft that count for no drafter, half of them before the pass, and ``sure`` says that a
+    draft comes with its confidence.
+    """
 
     controller: DraftController
     accept: Callable[[float], float]
@@ -40,6 +44,8 @@ class Simulator:
     presence: Callable[[float], float] = lambda now: 1.0
     look_up: float = 0.1e-3
     per_row: float = 0.0
+    weigh: float = 0.0
+    sure: bool = False
     noise: float = 0.05
     max_draft: int = 256
     seed: int = 0
@@ -75,6 +81,8 @@ class Simulator:
                 drafting += self.look_up + self.per_row * span.budget
                 if self.random.random() < self.presence(self.now):
                     span.draft = Draft.chain([1] * span.budget)
+                    if self.sure:
+                        span.draft = span.draft.sure([0.5**i for i in range(1, span.budget + 1)])
         for span, rows in zip(spans, self.controller.trim(spans), strict=True):
             span.draft = span.draft.truncated(rows)
         records = []
@@ -89,7 +97,8 @@ class Simulator:
         n_rows = sum(record.rows for record in records)
         wobble = self.random.gauss(1.0, self.noise) if self.noise else 1.0
         forward = self.pass_seconds(n_rows) * max(0.5, wobble)
-        times = StepTimes(0.02e-3, drafting, forward, 0.05e-3, 0.05e-3)
+        weighing = self.weigh * sum(span.budget > 0 for span in spans)
+        times = StepTimes(0.02e-3, drafting + weighing / 2, forward, 0.05e-3, 0.05e-3 + weighing / 2)
         self.now += times.total
         self.steps += 1
         self.tokens += sum(record.emitted for record in records)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.text_index import _MANY, TextIndex, lasting
+from outrider.spec.text_index import _MANY, _SOME, TextIndex, lasting
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
 LENGTHS = (5, 3, 2, 1)
@@ -51,6 +51,25 @@ def test_many_at_once_leave_the_same_as_one_by_one() -> None:
     assert together._sums == apart._sums
     assert together._newest == apart._newest
     assert together._before == apart._before
+
+
+def test_one_that_keeps_up_is_never_far_behind_and_loses_nothing() -> None:
+    rng = random.Random(5)
+    tokens: list[int] = []
+    late, close = TextIndex(LENGTHS), TextIndex(LENGTHS)
+    held = 0
+    for _ in range(300):
+        tokens += [rng.randrange(4) for _ in range(rng.choice([1, 1, 2, 40, 200]))]
+        size = len(late.tokens)
+        late.keep_up(tokens, len(tokens) - 1)
+        assert late.tokens == tokens[: len(late.tokens)]
+        assert len(tokens) - len(late.tokens) <= _SOME
+        held += len(late.tokens) == size
+        close.follow(tokens, len(tokens))
+        if rng.random() < 0.2:
+            late.follow(tokens, len(tokens))
+            assert (late._sums, late._newest, late._before) == (close._sums, close._newest, close._before)
+    assert held > 50, "a few tokens are left for later"
 
 
 def test_no_place_lies_across_two_texts_and_what_is_forgotten_is_not_found() -> None:

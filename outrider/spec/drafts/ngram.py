@@ -69,7 +69,7 @@ class Ngram(Proposer):
         """Indexes a long prompt chunk by chunk, so that the first look-up does not stall a step."""
         for commit in commits:
             if commit.seq.max_draft and commit.finish is None:
-                self._index_of(commit.seq.id).follow(commit.seq.tokens, commit.seq.n_computed)
+                self._index_of(commit.seq.id).keep_up(commit.seq.tokens, commit.seq.n_computed)
 
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)

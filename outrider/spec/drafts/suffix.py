@@ -102,7 +102,7 @@ class Suffix(Proposer):
             if commit.finish in (FinishReason.STOP, FinishReason.LENGTH):
                 self.memory.add(seq.spec.tenant, seq.output_ids)
             elif seq.max_draft and commit.finish is None:
-                self._index_of(seq.id).follow(seq.tokens, seq.n_computed)
+                self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
 
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
