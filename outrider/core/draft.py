@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from outrider.core.dist import Dist
 
@@ -74,7 +74,7 @@ class Draft:
 
     def sure(self, confidence: Sequence[float]) -> Draft:
         """The same draft with the drafter's ``confidence`` in each node."""
-        return replace(self, confidence=tuple(confidence))
+        return Draft(self.tokens, self.parents, self.q, self.n_verify, tuple(confidence), self.reason, self.sources)
 
     @staticmethod
     def nothing(reason: str = "") -> Draft:
