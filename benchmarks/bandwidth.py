@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import platform
 import random
 import subprocess
 import tempfile
@@ -88,7 +89,8 @@ def compiled() -> Iterator[ctypes.CDLL]:
     with tempfile.TemporaryDirectory() as folder:
         source, library = Path(folder, "loop.cpp"), Path(folder, "loop.so")
         source.write_text(LOOP)
-        options = ["-O3", "-march=native", "-mprefer-vector-width=512", "-shared", "-fPIC"]
+        options = ["-O3", "-march=native", "-shared", "-fPIC"]
+        options += ["-mprefer-vector-width=512"] if platform.machine() == "x86_64" else []
         subprocess.run([os.environ.get("CXX", "c++"), *options, source, "-o", library], check=True)
         yield ctypes.CDLL(str(library))
 

@@ -26,7 +26,7 @@ SHAPES = {"q": (576, HIDDEN), "k": (192, HIDDEN), "v": (192, HIDDEN), "o": (HIDD
 SHAPES |= {"gate": (FFN, HIDDEN), "up": (FFN, HIDDEN), "down": (HIDDEN, FFN)}
 SHAPE = LayerShape(HEADS, KV_HEADS, DIM, 1e-5, None)
 BLOCK = 16
-KV_TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "int8": torch.int8}
+KV_TYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int8": torch.int8}
 
 
 def batch(rows: int, context: int) -> Batch:
@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--kv", choices=KV_TYPES, default="fp32")
+    parser.add_argument("--kv", choices=KV_TYPES, default="fp16")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     options = parser.parse_args()
     ops = NativeOps(options.threads, options.isa)

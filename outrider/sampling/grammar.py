@@ -77,7 +77,7 @@ class Matcher:
 
     def prepare(self) -> None:
         """Has what may follow the answer ready for ``allowed``, which also says what is wrong with it."""
-        with suppress(SettingError):
+        with suppress(Exception):
             self.allowed()
 
     def allowed(self, path: Sequence[int] = ()) -> NDArray[np.bool_]:

@@ -118,7 +118,7 @@ class Connection(_Base):
         self._sent = True
         if not self._hung_up:
             super().data_received(data)
-        self._wasted = self._wasted + len(data) if self._awaits_head() else 0
+        self._wasted = self._wasted + len(data) if self._hung_up or self._awaits_head() else 0
         if self._wasted > DRAIN:
             self.transport.abort()
 

@@ -186,7 +186,7 @@ def _key(target: LoadedModel, runner: Runner) -> dict[str, Any]:
         "model": shape,
         "weight_bytes": decoder.weight_bytes,
         "dtype": str(decoder.dtype),
-        "kv": runner.kv_cache_dtype,
+        "kv": str(runner.pool.layers[0].k.dtype),
         "ops": decoder.ops.describe(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(decoder.device) if device != "cpu" else device,
