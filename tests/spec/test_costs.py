@@ -8,8 +8,10 @@ import random
 from pathlib import Path
 
 import pytest
+import torch
 
 from outrider.core.types import Span
+from outrider.models.decoder import Decoder
 from outrider.models.load import LoadStep
 from outrider.runtime.runner import Runner
 from outrider.spec import warmup
@@ -173,6 +175,12 @@ def test_the_table_is_kept_and_damaged_files_are_not_believed(
     other = Runner(model.decoder, 64, 4, "int8")  # type: ignore[attr-defined]
     warmup.cost_table(model, other, 256)  # type: ignore[arg-type]
     assert len(list((tmp_path / "costs").iterdir())) == 2, "another way to store KV has other costs"
+    alike = Runner(model.decoder, 64, 4)  # type: ignore[attr-defined]
+    alike.kv_cache_dtype = "another name of the same"
+    warmup.cost_table(model, alike, 256)  # type: ignore[arg-type]
+    monkeypatch.setattr(Decoder, "kv_dtype", torch.bfloat16)  # "auto" comes to mean another type
+    warmup.cost_table(model, Runner(model.decoder, 64, 4), 256)  # type: ignore[arg-type, attr-defined]
+    assert len(list((tmp_path / "costs").iterdir())) == 3, "the type counts, not what it was called"
 
 
 def test_a_busy_machine_spoils_little_and_is_not_remembered(
