@@ -126,6 +126,7 @@ struct Kernels {
   void (*quantize)(const float* x, int64_t k, int64_t step, int64_t at, const Acts& to);
   // What that rounding left over, fp32 [k].
   void (*left_over)(const float* x, int64_t k, int64_t step, int64_t at, const Acts& of, float* y);
+  // Where the greatest of n numbers is, the first of equals, and its value; -1 if one of them is not finite.
   int64_t (*greatest)(const float* x, int64_t n, float* value);
   void (*norm)(const float* x, const float* weight, float eps, int64_t k, float* y);
   void (*silu_mul)(const float* gate, const float* up, int64_t n, float* y);

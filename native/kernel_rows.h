@@ -49,7 +49,6 @@ float square_mean(const float* x, int64_t k) {
   return V::sum(acc) / static_cast<float>(k);
 }
 
-// Where the greatest of n numbers is, the first of equals, and which it is; -1 if one is infinite or not a number.
 int64_t greatest(const float* x, int64_t n, float* value) {
   constexpr int64_t stretch = 256;  // what is searched in the end
   float most = -std::numeric_limits<float>::infinity();

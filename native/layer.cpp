@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <functional>
+#include <limits>
 #include <memory>
 
 #include "share.h"
@@ -37,8 +38,8 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   Cutter memory(context.scratch.data());
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
   struct Found {
-    int64_t at;
-    float value;
+    int64_t at = 0;
+    float value = -std::numeric_limits<float>::infinity();  // of a thread without outputs
   };
   const int threads = context.pool.threads();
   std::vector<Found> found(static_cast<size_t>(best ? rows * threads : 0));  // while a thread's outputs are in its cache
@@ -59,13 +60,12 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   };
   context.pool.run(std::ref(work));
   for (int64_t r = 0; best && r < rows; r++) {
-    const Found* top = nullptr;
-    for (int t = 0; t < threads; t++) {
-      const Range blocks = share(weight.blocks(), t, threads);
+    Found top;
+    for (int t = 0; t < threads && top.at >= 0; t++) {
       const Found& next = found[static_cast<size_t>(t * rows + r)];
-      if (blocks.from < blocks.to && (!top || (top->at >= 0 && (next.at < 0 || next.value > top->value)))) top = &next;
+      if (next.at < 0 || next.value > top.value) top = next;
     }
-    best[r] = top->at;
+    best[r] = top.at;
   }
 }
 

@@ -61,7 +61,7 @@ TOO_BUSY = "drafting would not pay under this load"
 IDLE = "little is found to draft"
 PAYS = "drafts pay again"
 JOINS = Draft.nothing("its prompt was only just read")
-UNDECIDED = Draft.nothing(TOO_LITTLE)
+UNDECIDED = Draft.nothing("whether drafting pays is not decided yet")
 
 
 @dataclass

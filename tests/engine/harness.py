@@ -171,3 +171,17 @@ def all_pairs(*factors: Sequence[Any]) -> list[tuple[Any, ...]]:
         left -= set(itertools.combinations(sorted(chosen.items()), 2))
         rows.append(tuple(factors[factor][i] for factor, i in sorted(chosen.items())))
     return rows
+
+
+def run_all_sorts(target: LoadedModel, drafter: Proposer) -> None:
+    """Chunked prompts, several sequences, forks, sampled and greedy, preemption, and it all again from the cache."""
+    engine = make_engine(target, drafter, gamma=3, num_kv_blocks=10, max_num_batched_tokens=14)
+    jobs = [
+        (prompt_of(14, 1), greedy(8)),
+        (prompt_of(10, 1), greedy(6)),
+        (prompt_of(5, 2), SamplingParams(temperature=0.8, seed=3, max_tokens=8, n=2)),
+    ]
+    for _ in range(2):
+        run_all(engine, jobs)
+    assert engine.metrics.preemptions > 0
+    assert engine.metrics.cached_prompt_tokens > 0

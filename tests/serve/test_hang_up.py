@@ -23,6 +23,18 @@ from tests.serve.sockets import (
 )
 
 
+def large_request(path: str, key: str, chunked: bool, *more: str) -> tuple[bytes, bytes]:
+    """Head and body of a request with 16 MiB, more than the servers here take."""
+    size = 1 << 24
+    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
+    lines = (f"POST /v1/{path} HTTP/1.1", "Host: localhost", f"Authorization: Bearer {key}", *more, length)
+    body = b"x" * size
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode(), b"%x\r\n%b\r\n0\r\n\r\n" % (
+        size,
+        body,
+    ) if chunked else body
+
+
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize(
@@ -33,12 +45,9 @@ def test_an_answer_before_the_end_of_the_body_is_seen(
 ) -> None:
     """By a client that reads when all is sent, and whose connection serves it further."""
     use_parser(monkeypatch, parser)
-    size = 1 << 24
-    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
-    head = f"POST /v1/{path} HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer {key}\r\n{length}\r\n\r\n"
-    body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if chunked else b"x" * size
+    head, body = large_request(path, key, chunked)
     with real_server(llm.engine, api_key=("k",), max_body_mib=1) as (url, server), connect(url) as client:
-        client.sendall(head.encode() + body)
+        client.sendall(head + body)
         assert read_answer(client).startswith(b"HTTP/1.1 %d " % status)
         client.sendall(GET + b"\r\n")
         assert read_answer(client).startswith(b"HTTP/1.1 200")
@@ -54,12 +63,9 @@ def test_an_early_answer_is_seen_though_the_connection_is_to_end(
 ) -> None:
     """The client sends all of it before it reads, and has had its answer by when the connection is closed."""
     use_parser(monkeypatch, parser)
-    size = 1 << 24
-    length = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {size}"
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\nAuthorization: Bearer {key}\r\n"
-    body = b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n" if chunked else b"x" * size
+    head, body = large_request("completions", key, chunked, "Connection: close")
     with real_server(llm.engine, api_key=("k",), max_body_mib=1) as (url, server), connect(url) as client:
-        client.sendall(f"{head}{length}\r\n\r\n".encode())
+        client.sendall(head)
         time.sleep(0.05)  # the answer is out: whatever comes now finds the connection hung up
         client.sendall(body)
         got = read_to_end(client)

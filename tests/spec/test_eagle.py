@@ -10,14 +10,24 @@ import pytest
 import torch
 
 from outrider.core.draft import Draft
-from outrider.core.params import SamplingParams, SpecParams
+from outrider.core.params import SpecParams
 from outrider.models.heads.eagle_files import load_eagle
 from outrider.models.load import LoadedModel
 from outrider.ops.native import NativeOps, available
 from outrider.spec.controller import DraftController
 from outrider.spec.drafts.eagle import Eagle, EagleSettings, _Tree
 from outrider.spec.drafts.none import NoDraft
-from tests.engine.harness import assert_same, finish, greedy, make_engine, plain, prompt_of, run_all, toy_target
+from tests.engine.harness import (
+    assert_same,
+    finish,
+    greedy,
+    make_engine,
+    plain,
+    prompt_of,
+    run_all,
+    run_all_sorts,
+    toy_target,
+)
 from tests.engine.heads import (
     Tensors,
     eagle3_tensors,
@@ -135,18 +145,8 @@ def assert_plain(drafter: Watched, target: LoadedModel, kind: str, tolerance: fl
 
 @pytest.mark.parametrize("kind", HEADS)
 def test_draft_logits_are_those_of_a_plain_loop(kind: str, tmp_path: Path) -> None:
-    """Chunked prompts, several sequences, forks, sampled and greedy, preemption, and it all again from the cache."""
     drafter = watched(tmp_path, TARGET, kind)
-    engine = make_engine(TARGET, drafter, gamma=3, num_kv_blocks=10, max_num_batched_tokens=14)
-    jobs = [
-        (prompt_of(14, 1), greedy(8)),
-        (prompt_of(10, 1), greedy(6)),
-        (prompt_of(5, 2), SamplingParams(temperature=0.8, seed=3, max_tokens=8, n=2)),
-    ]
-    for _ in range(2):
-        run_all(engine, jobs)
-    assert engine.metrics.preemptions > 0
-    assert engine.metrics.cached_prompt_tokens > 0
+    run_all_sorts(TARGET, drafter)
     assert {len(path) for _, path, _ in drafter.seen} == {0, 1, 2}
     assert_plain(drafter, TARGET, kind)
 

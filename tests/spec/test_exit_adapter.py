@@ -20,7 +20,7 @@ from outrider.models.load import LoadedModel, load_model
 from outrider.ops.native import NativeOps, available
 from outrider.spec.drafts.none import NoDraft
 from outrider.spec.drafts.self_ import AdaptedExit, SelfDraft
-from tests.engine.harness import assert_same, greedy, make_engine, plain, prompt_of, run_all, toy_target
+from tests.engine.harness import assert_same, greedy, make_engine, plain, prompt_of, run_all, run_all_sorts, toy_target
 from tests.engine.heads import Tensors, adapter_tensors, adapter_values, run_through, write_head
 from tests.models.adapter_plain import adapter_rows
 from tests.tiny import write_tiny_model
@@ -82,18 +82,8 @@ def assert_plain(drafter: Watched, kind: str = "as the target", tolerance: float
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_draft_logits_are_those_of_a_plain_pass(kind: str, tmp_path: Path) -> None:
-    """Chunked prompts, several sequences, forks, sampled and greedy, preemption, and it all again from the cache."""
     drafter = watched(tmp_path, kind=kind)
-    engine = make_engine(TARGET, drafter, gamma=3, num_kv_blocks=10, max_num_batched_tokens=14)
-    jobs = [
-        (prompt_of(14, 1), greedy(8)),
-        (prompt_of(10, 1), greedy(6)),
-        (prompt_of(5, 2), SamplingParams(temperature=0.8, seed=3, max_tokens=8, n=2)),
-    ]
-    for _ in range(2):
-        run_all(engine, jobs)
-    assert engine.metrics.preemptions > 0
-    assert engine.metrics.cached_prompt_tokens > 0
+    run_all_sorts(TARGET, drafter)
     assert {drafted for _, drafted, _, _ in drafter.passes} == {0, 1, 2}
     assert all(seen.all() for _, _, _, seen in drafter.passes)
     assert_plain(drafter, kind)
