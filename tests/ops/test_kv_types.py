@@ -115,6 +115,16 @@ def test_native_rounds_as_the_reference_does_to_the_last_bit(name: str, isa: str
         assert torch.equal(scale[:, slots], want_scale)
 
 
+def test_the_reference_keeps_halves_in_range() -> None:
+    decoder = toy_decoder()
+    first = dataclasses.replace(decoder.layers[0], v=decoder.layers[0].v * 1e6)
+    decoder.layers = (first, *decoder.layers[1:])
+    paged = Paged(decoder, kv_dtype=torch.float16)
+    (logits,) = paged.run(Rows(0, range(12)))
+    assert (paged.kv[0].v.abs() == torch.finfo(torch.float16).max).any()
+    assert logits.isfinite().all()
+
+
 @NATIVE
 @pytest.mark.parametrize("isa", native.available_isas())
 @pytest.mark.parametrize("name", ["llama", "wide heads", "odd heads", "odd sizes"])

@@ -287,6 +287,27 @@ def test_masks_made_at_once_are_those_made_alone(
                     failing.allowed()
 
 
+@pytest.mark.parametrize("limit", [-1.0, 1e9])
+def test_a_mask_that_fails_in_any_way_is_no_fault_of_the_others(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, limit: float
+) -> None:
+    """Made beforehand it harms nobody; who asks for it hears of it."""
+    monkeypatch.setattr("outrider.sampling.grammar.DEAR", limit)
+    fine, failing = (Matcher(grammars.compile(ANY_JSON), list(PROMPT), len(PROMPT)) for _ in range(2))
+    mask = Matcher._mask
+
+    def fails(matcher: Matcher, path: list[int]) -> np.ndarray:
+        if matcher is failing:
+            raise RuntimeError("the grammar's library gave up")
+        return mask(matcher, path)
+
+    monkeypatch.setattr(Matcher, "_mask", fails)
+    Masks(2).prepare([failing, fine])
+    assert fine.allowed().any()
+    with pytest.raises(RuntimeError, match="gave up"):
+        failing.allowed()
+
+
 def test_more_classes_of_tokens_change_no_mask(
     grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

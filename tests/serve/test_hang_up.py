@@ -77,12 +77,14 @@ def test_an_early_answer_is_seen_though_the_connection_is_to_end(
 
 
 @pytest.mark.parametrize("parser", ["httptools", "h11"])
-@pytest.mark.parametrize("much", [False, True])
+@pytest.mark.parametrize(("much", "finished"), [(False, True), (True, True), (True, False)])
 def test_a_hung_up_client_that_goes_on_is_cut_off(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch, parser: str, much: bool
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, parser: str, much: bool, finished: bool
 ) -> None:
-    """After so many bytes, or so long a time, though a little always comes."""
+    """After so many bytes, or so long a time, though a little always comes; also if its answer was never finished."""
     use_parser(monkeypatch, parser)
+    if not finished:
+        monkeypatch.setattr(connection.Connection, "_awaits_head", lambda self: False)
     if much:
         monkeypatch.setattr(connection, "DRAIN", 1 << 20)
     head = (

@@ -178,6 +178,7 @@ def test_the_table_is_kept_and_damaged_files_are_not_believed(
     alike = Runner(model.decoder, 64, 4)  # type: ignore[attr-defined]
     alike.kv_cache_dtype = "another name of the same"
     warmup.cost_table(model, alike, 256)  # type: ignore[arg-type]
+    assert len(list((tmp_path / "costs").iterdir())) == 2
     monkeypatch.setattr(Decoder, "kv_dtype", torch.bfloat16)  # "auto" comes to mean another type
     warmup.cost_table(model, Runner(model.decoder, 64, 4), 256)  # type: ignore[arg-type, attr-defined]
     assert len(list((tmp_path / "costs").iterdir())) == 3, "the type counts, not what it was called"
