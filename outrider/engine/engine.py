@@ -112,6 +112,11 @@ class Engine:
         return bool(self._requests)
 
     @property
+    def prompts_wait(self) -> bool:
+        """Whether any sequence has a prompt to compute: the next step may be a long one."""
+        return self.scheduler.prompts_wait
+
+    @property
     def sequences(self) -> list[Sequence]:
         """All sequences that have not ended."""
         return [answer.seq for answer in self._answer_of.values()]

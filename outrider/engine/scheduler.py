@@ -49,6 +49,11 @@ class Scheduler:
         self._step = 0
         self._last_step: dict[int, int] = {}  # when a running sequence last had rows
 
+    @property
+    def prompts_wait(self) -> bool:
+        """Whether any sequence waits to be let in, or has more than its newest token to compute."""
+        return bool(self.waiting) or any(len(seq) - seq.n_computed > 1 for seq in self.running)
+
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)
 

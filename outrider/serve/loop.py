@@ -10,6 +10,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,12 +39,15 @@ class EngineLoop:
         max_queue: int,
         timeout: float | None = None,
         on_end: Callable[[Stream], None] | None = None,
+        interval: float = 0.0,
     ) -> None:
         """At most ``max_queue`` answers wait beside those that run; ``timeout`` (seconds) ends a request; ``on_end`` is
-        shown each stream whose requests have all ended, however they did."""
+        shown each stream whose requests have all ended, however they did; a stream has news every ``interval`` seconds
+        at most, as telling them takes processor time from the next step."""
         self.engine = engine
         self.capacity = engine.config.max_num_seqs + max_queue
         self.timeout = timeout
+        self._interval = interval
         self._on_end = on_end
         self.failure: BaseException | None = None
         self.draining = False
@@ -204,8 +208,10 @@ class EngineLoop:
         try:
             while self._run_commands():
                 if self.engine.has_work:
+                    if self._interval and self.engine.prompts_wait:  # a long step: nothing is held back over it
+                        self._hand_out(0.0)
                     self._step()
-                self._hand_out()
+                self._hand_out(self._interval)
         except BaseException as error:
             logger.critical("the engine has stopped", exc_info=True)
             self.failure = error
@@ -246,10 +252,10 @@ class EngineLoop:
             self._post(stream.fail, failure)
             self._abort(stream)
 
-    def _hand_out(self) -> None:
-        news = []
+    def _hand_out(self, interval: float) -> None:
+        news, now = [], time.perf_counter()
         for stream in list(self._watched):
-            deltas, ended = stream.collect()
+            deltas, ended = stream.collect(now, interval)
             if ended:
                 del self._watched[stream]
             if deltas or ended:

@@ -45,7 +45,7 @@ class Service:
     def of(engine: Engine, settings: ServerSettings) -> Service:
         name = settings.served_model_name or engine.target.name
         journal = Journal(name, settings.log_requests, Tracer.find())
-        loop = EngineLoop(engine, settings.max_queue, settings.request_timeout, journal.note)
+        loop = EngineLoop(engine, settings.max_queue, settings.request_timeout, journal.note, settings.stream_interval)
         return Service(loop, settings, name)
 
     @property

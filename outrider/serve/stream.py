@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 
@@ -30,15 +31,24 @@ class Stream:
         self._error: ApiError | None = None
         self._inbox: list[Delta] = []
         self._news = asyncio.Event()
+        self._collected = -math.inf  # when there was something new, the engine thread's clock
 
-    def collect(self) -> tuple[list[Delta], bool]:
-        """On the engine's thread: what is new, and whether all has ended."""
+    def collect(self, now: float, interval: float) -> tuple[list[Delta], bool]:
+        """On the engine's thread: what is new, and whether all has ended.
+
+        Nothing is new for ``interval`` seconds after something was: that stays where it is, unless all has ended.
+        """
+        ended = all(request.finished is not None for request in self.requests)
+        if not ended and now - self._collected < interval:
+            return [], False
         deltas: list[Delta] = []
         for place, request in enumerate(self.requests):
             if self.live:
                 deltas += (replace(d, index=place * self._n + d.index) if place else d for d in request.pending)
             request.pending.clear()
-        return deltas, all(request.finished is not None for request in self.requests)
+        if deltas:
+            self._collected = now
+        return deltas, ended
 
     def put(self, deltas: Iterable[Delta], ended: bool) -> None:
         self._inbox += deltas

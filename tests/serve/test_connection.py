@@ -75,7 +75,8 @@ def test_a_reader_that_is_gone_for_good_is_given_up(slow_engine: LLM, stream: bo
 def test_a_slow_reader_gets_all_of_it(llm: LLM) -> None:
     body = {**LONG, "stream": True, "max_tokens": 200}
     got, slept = b"", 0.0
-    with real_server(llm.engine, client_timeout=SHORT) as (url, server), small_pipe(server, url, body) as client:
+    settings = {"client_timeout": SHORT, "stream_interval": 0}  # many small pieces
+    with real_server(llm.engine, **settings) as (url, server), small_pipe(server, url, body) as client:
         while not got.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n"):
             piece = client.recv(1024)
             assert piece, got[-200:]
