@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from outrider.core.dist import Dist
 
@@ -77,6 +78,7 @@ class Draft:
         return Draft(self.tokens, self.parents, self.q, self.n_verify, tuple(confidence), self.reason, self.sources)
 
     @staticmethod
+    @lru_cache(maxsize=64)
     def nothing(reason: str = "") -> Draft:
         """No proposal, and why."""
         return Draft(reason=reason)
@@ -86,15 +88,19 @@ class Draft:
 
     @property
     def is_chain(self) -> bool:
-        """Whether every node hangs under the node before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
+        """Whether every node hangs under the node before it: then, and only then, the last one is as deep as can be."""
+        return not self.depths or self.depths[-1] == len(self.depths)
 
     def children(self, node: int) -> list[int]:
         """The verifiable children of ``node`` (-1 = the last committed token), in order."""
+        if self.is_chain:
+            return [node + 1] if node + 1 < self.n_verify else []
         return [i for i in range(node + 1, self.n_verify) if self.parents[i] == node]
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child down to ``node``, both included; empty for -1."""
+        if self.is_chain:
+            return list(range(node + 1))
         nodes: list[int] = []
         while node >= 0:
             nodes.append(node)
@@ -118,7 +124,9 @@ class Draft:
     def by_source(self, path: Sequence[int]) -> dict[str, tuple[int, int]]:
         """Per source, how many nodes it proposed for verification and how many of them are on ``path``."""
         counts: dict[str, tuple[int, int]] = {}
-        for node, source in enumerate((self.sources or ())[: self.n_verify]):
+        if self.sources is None:
+            return counts
+        for node, source in enumerate(self.sources[: self.n_verify]):
             drafted, accepted = counts.get(source, (0, 0))
             counts[source] = (drafted + 1, accepted + (node in path))
         return counts

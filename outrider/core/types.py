@@ -88,7 +88,7 @@ class Span:
     start: int
     n_new: int
     budget: int = 0
-    draft: Draft = field(default_factory=Draft)
+    draft: Draft = field(default_factory=Draft.nothing)
     done: int = 0
 
     @property
