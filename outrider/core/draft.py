@@ -99,13 +99,15 @@ class Draft:
 
     def path(self, node: int) -> list[int]:
         """The nodes from the root's child down to ``node``, both included; empty for -1."""
-        if self.is_chain:
-            return list(range(node + 1))
         nodes: list[int] = []
         while node >= 0:
             nodes.append(node)
             node = self.parents[node]
         return nodes[::-1]
+
+    def tokens_to(self, node: int) -> Sequence[int]:
+        """The tokens on the way to ``node``, its own included: those of ``path``."""
+        return self.tokens[: node + 1] if self.is_chain else [self.tokens[i] for i in self.path(node)]
 
     def truncated(self, budget: int) -> Draft:
         """The first ``budget`` nodes. Keeping a prefix of the rows never depends on the drawn tokens' values."""

@@ -99,17 +99,17 @@ class Span:
     @property
     def n_rows(self) -> int:
         """Rows in the pass."""
-        return self.n_new + len(self.draft) - self.done
+        return self.n_new + len(self.draft.tokens) - self.done
 
     @property
     def n_logit_rows(self) -> int:
         """Rows that get logits: the newest token's and the draft's, unless this is a middle chunk of a prompt."""
-        return (self.n_new > 0) + len(self.draft) - self.done if self.reaches_end else 0
+        return (self.n_new > 0) + len(self.draft.tokens) - self.done if self.reaches_end else 0
 
     @property
     def reaches_end(self) -> bool:
         """Whether the newest token is among the rows, so that a next token comes out."""
-        return self.end == len(self.seq.tokens)
+        return self.start + self.n_new == len(self.seq.tokens)
 
 
 @dataclass(frozen=True, eq=False)
