@@ -50,7 +50,8 @@ class SpecStats:
             self.accepted_per_position[depth] += 1
         if reason:
             self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
-        self._add_sources(sources or {})
+        if sources:
+            self._add_sources(sources)
 
     def _add_sources(self, sources: Mapping[str, tuple[int, int]]) -> None:
         for source, (drafted, accepted) in sources.items():
@@ -176,14 +177,14 @@ class Answer:
         seq = self.seq
         if token in self._stop_ids:
             return FinishReason.STOP
-        if seq.n_output >= seq.params.min_tokens:
+        if self._longest_stop and seq.n_output >= seq.params.min_tokens:
             cut = self._stop_string_at(before)
             if cut is not None:
                 self.text = self.text[:cut]
                 self._ends = [min(end, cut) for end in self._ends]
                 self._detokenizer = None  # what it still holds back lies behind the cut
                 return FinishReason.STOP
-        return FinishReason.LENGTH if len(seq) >= seq.max_len else None
+        return FinishReason.LENGTH if len(seq.tokens) >= seq.max_len else None
 
     def _stop_string_at(self, before: int) -> int | None:
         """Where the first stop string begins that the newest token, whose text starts at ``before``, completed."""

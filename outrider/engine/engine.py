@@ -338,12 +338,12 @@ class Engine:
     def _record(
         self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float], draft_seconds: dict[str, float]
     ) -> StepRecord:
-        prompt_rows = sum(max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans)
+        prompt_rows = sum([max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans])
         return StepRecord(
             times=StepTimes(*(after - before for before, after in pairwise(clock))),
             prompt_rows=prompt_rows,
-            decode_rows=sum(span.n_new for span in plan.spans) - prompt_rows,
-            draft_rows=sum(len(span.draft) for span in plan.spans),
+            decode_rows=sum([span.n_new for span in plan.spans]) - prompt_rows,
+            draft_rows=sum([len(span.draft.tokens) for span in plan.spans]),
             spans=spans,
             free_blocks=self.blocks.n_free,
             preempted=len(plan.preempted),
