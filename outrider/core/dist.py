@@ -128,9 +128,10 @@ class _Point(Dist):
 
     probs = _CERTAIN
     certain = True
+    token: int
 
     def __init__(self, token: int) -> None:
-        self.token = token
+        object.__setattr__(self, "token", token)
 
     @cached_property
     def ids(self) -> NDArray[np.int64]:

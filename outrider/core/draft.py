@@ -30,18 +30,17 @@ class Draft:
     reason: str = ""
     sources: tuple[str, ...] | None = None
     depths: tuple[int, ...] = field(init=False)
+    is_chain: bool = field(init=False)  # whether every node hangs under the node before it
 
     def __post_init__(self) -> None:
+        n = len(self.tokens)
         if self.n_verify < 0:
-            object.__setattr__(self, "n_verify", len(self.tokens))
-        if not len(self.tokens) == len(self.parents) == len(self.q) >= self.n_verify:
-            raise ValueError(f"draft of {len(self.tokens)} tokens has {len(self.parents)} parents, {len(self.q)} q")
-        depths: list[int] = []
-        for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
-                raise ValueError(f"draft node {node} has parent {parent}; a parent must come before its child")
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        object.__setattr__(self, "depths", tuple(depths))
+            object.__setattr__(self, "n_verify", n)
+        if not n == len(self.parents) == len(self.q) >= self.n_verify:
+            raise ValueError(f"draft of {n} tokens has {len(self.parents)} parents, {len(self.q)} q")
+        is_chain = self.parents == tuple(range(-1, n - 1))
+        object.__setattr__(self, "is_chain", is_chain)
+        object.__setattr__(self, "depths", tuple(range(1, n + 1)) if is_chain else _depths(self.parents))
 
     @staticmethod
     def chain(tokens: Sequence[int], q: Sequence[Dist | None] | None = None) -> Draft:
@@ -85,11 +84,6 @@ class Draft:
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node hangs under the node before it: then, and only then, the last one is as deep as can be."""
-        return not self.depths or self.depths[-1] == len(self.depths)
 
     def children(self, node: int) -> list[int]:
         """The verifiable children of ``node`` (-1 = the last committed token), in order."""
@@ -141,3 +135,12 @@ class Draft:
             masks.append((masks[parent] if parent >= 0 else 0) | (1 << node))
         signed = [[(m >> (64 * w)) & ((1 << 64) - 1) for w in range(words)] for m in masks]
         return [[w - (1 << 64) if w >> 63 else w for w in row] for row in signed]
+
+
+def _depths(parents: Sequence[int]) -> tuple[int, ...]:
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"draft node {node} has parent {parent}; a parent must come before its child")
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return tuple(depths)

@@ -33,8 +33,7 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
     cut at the same place; if a token cannot be taken in, what came before it stands.
     """
     seq, draft = span.seq, span.draft
-    tokens = [*(draft.tokens[node] for node in verdict.path), verdict.next_token]
-    rows = [0, *(node + 1 for node in verdict.path)]
+    tokens = [draft.tokens[node] for node in verdict.path] + [verdict.next_token]
     top = seq.params.logprobs
     kept, finish = 0, None
     while finish is None and kept < len(tokens):
@@ -46,7 +45,8 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
             seq.tokens.pop()
             raise
         if top is not None:
-            answer.logprobs.append(token_logprobs(logits[rows[kept]], token, top, answer.sampler.n_tokens))
+            row = logits[1 + verdict.path[kept - 1] if kept else 0]
+            answer.logprobs.append(token_logprobs(row, token, top, answer.sampler.n_tokens))
         kept += 1
     probes: tuple[int, ...] = ()
     if draft.n_verify < len(draft):
@@ -70,7 +70,7 @@ def commit_step(
         seq = span.seq
         seq.n_computed = min(span.end + len(nodes), len(seq.tokens) - 1)
         blocks.commit(seq)
-        rows = (*range(span.n_new), *(span.n_new + node for node in nodes))
+        rows = (*range(span.n_new), *[span.n_new + node for node in nodes])
         own = None if features is None else features[torch.tensor(rows, device=features.device) + first_row]
         commits.append(
             Commit(span, rows, outcome.new_tokens, len(outcome.path), own, outcome.probe_tokens, outcome.finish)
