@@ -153,9 +153,10 @@ class Drafters:
 
     def _check(self, draft: Draft) -> None:
         """Raises ValueError for what would break the step of all, or the answer, later on."""
+        size = self._vocab_size
         for token, q in zip(draft.tokens, draft.q, strict=True):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"token id {token}, where 0 to {self._vocab_size - 1} are allowed")
+            if not 0 <= token < size:
+                raise ValueError(f"token id {token}, where 0 to {size - 1} are allowed")
             if q is not None and not q.prob(token) > 0.0:
                 raise ValueError(f"token id {token}, which its own q gives no probability")
         if not all(map(math.isfinite, draft.confidence or ())):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import pairwise
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -220,12 +220,12 @@ class Engine:
         best = [None if out.best is None else out.best[part] for part in parts]
         clock.append(time.perf_counter())
         self._prepare_masks(plan.spans)
-        verdicts = [self._verify(*args) for args in zip(plan.spans, logits, best, strict=True)]
+        verdicts = list(map(self._verify, plan.spans, logits, best))
         clock.append(time.perf_counter())
-        outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
+        outcomes = list(map(self._append, plan.spans, verdicts, logits))
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
         self._drafters.observe(commits, self._feature_layers)
-        records = tuple(self._span_record(outcome) for outcome in outcomes)
+        records = tuple(map(self._span_record, outcomes))
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
         record = self._record(plan, records, clock, draft_seconds)
@@ -340,7 +340,7 @@ class Engine:
     ) -> StepRecord:
         prompt_rows = sum([max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans])
         return StepRecord(
-            times=StepTimes(*(after - before for before, after in pairwise(clock))),
+            times=StepTimes(*map(sub, clock[1:], clock)),
             prompt_rows=prompt_rows,
             decode_rows=sum([span.n_new for span in plan.spans]) - prompt_rows,
             draft_rows=sum([len(span.draft.tokens) for span in plan.spans]),
