@@ -80,7 +80,7 @@ class BlockManager:
         nothing changed, when there are not enough free blocks.
         """
         first, last = start // self.block_size, self.blocks_for(end)
-        frozen = [i for i in range(first, min(last, len(seq.blocks))) if self._is_frozen(seq.blocks[i])]
+        frozen = [i for i, block in enumerate(seq.blocks[first:last], first) if self._is_frozen(block)]
         if len(frozen) + max(0, last - len(seq.blocks)) > self.n_free:
             return None
         copies = []
@@ -94,9 +94,10 @@ class BlockManager:
 
     def commit(self, seq: Sequence) -> None:
         """After a step: remembers the blocks that are now full of committed tokens, frees those past the last one."""
-        for block in reversed(seq.blocks[self.blocks_for(seq.n_computed) :]):
+        kept = self.blocks_for(seq.n_computed)
+        for block in reversed(seq.blocks[kept:]):
             self._release(block)
-        del seq.blocks[self.blocks_for(seq.n_computed) :]
+        del seq.blocks[kept:]
         if not self.prefix_caching:
             return
         full = seq.n_computed // self.block_size

@@ -6,7 +6,7 @@ Greedy decoding is a distribution with one token, top-k one with k: the verifier
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,7 +37,7 @@ class Dist:
     @staticmethod
     def point(token: int) -> Dist:
         """All mass on one token: a certain choice."""
-        return Dist(np.array([token], dtype=np.int64), _CERTAIN)
+        return _Point(token)
 
     @staticmethod
     def of(ids: NDArray[np.int64], weights: NDArray[np.float64]) -> Dist:
@@ -121,3 +121,30 @@ class Dist:
             first = int(np.argmax(bound))
             at = np.flatnonzero(bound >= self.probs[first] / -np.log(u[first]) * (1.0 - 1e-9))
             return int(self.ids[at[int(np.argmax(np.log(self.probs[at]) - np.log(-np.log(u[at]))))]])
+
+
+class _Point(Dist):
+    """All mass on ``token``. A greedy step makes one for every row, so the array of ids is made where it is used."""
+
+    probs = _CERTAIN
+    certain = True
+    token: int
+
+    def __init__(self, token: int) -> None:
+        object.__setattr__(self, "token", token)
+
+    @cached_property
+    def ids(self) -> NDArray[np.int64]:
+        return np.array([self.token], dtype=np.int64)
+
+    def prob(self, token: int) -> float:
+        return 1.0 if token == self.token else 0.0
+
+    def without(self, token: int) -> Dist | None:
+        return None if token == self.token else self
+
+    def sample(self, u: float) -> int:
+        return self.token
+
+    def gumbel_max(self, seed: int, position: int) -> int:
+        return self.token

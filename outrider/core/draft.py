@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from outrider.core.dist import Dist
 
@@ -29,18 +30,17 @@ class Draft:
     reason: str = ""
     sources: tuple[str, ...] | None = None
     depths: tuple[int, ...] = field(init=False)
+    is_chain: bool = field(init=False)  # whether every node hangs under the node before it
 
     def __post_init__(self) -> None:
+        n = len(self.tokens)
         if self.n_verify < 0:
-            object.__setattr__(self, "n_verify", len(self.tokens))
-        if not len(self.tokens) == len(self.parents) == len(self.q) >= self.n_verify:
-            raise ValueError(f"draft of {len(self.tokens)} tokens has {len(self.parents)} parents, {len(self.q)} q")
-        depths: list[int] = []
-        for node, parent in enumerate(self.parents):
-            if not -1 <= parent < node:
-                raise ValueError(f"draft node {node} has parent {parent}; a parent must come before its child")
-            depths.append(1 if parent < 0 else depths[parent] + 1)
-        object.__setattr__(self, "depths", tuple(depths))
+            object.__setattr__(self, "n_verify", n)
+        if not n == len(self.parents) == len(self.q) >= self.n_verify:
+            raise ValueError(f"draft of {n} tokens has {len(self.parents)} parents, {len(self.q)} q")
+        is_chain = self.parents == tuple(range(-1, n - 1))
+        object.__setattr__(self, "is_chain", is_chain)
+        object.__setattr__(self, "depths", tuple(range(1, n + 1)) if is_chain else _depths(self.parents))
 
     @staticmethod
     def chain(tokens: Sequence[int], q: Sequence[Dist | None] | None = None) -> Draft:
@@ -77,6 +77,7 @@ class Draft:
         return Draft(self.tokens, self.parents, self.q, self.n_verify, tuple(confidence), self.reason, self.sources)
 
     @staticmethod
+    @lru_cache(maxsize=64)
     def nothing(reason: str = "") -> Draft:
         """No proposal, and why."""
         return Draft(reason=reason)
@@ -84,13 +85,10 @@ class Draft:
     def __len__(self) -> int:
         return len(self.tokens)
 
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node hangs under the node before it."""
-        return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
     def children(self, node: int) -> list[int]:
         """The verifiable children of ``node`` (-1 = the last committed token), in order."""
+        if self.is_chain:
+            return [node + 1] if node + 1 < self.n_verify else []
         return [i for i in range(node + 1, self.n_verify) if self.parents[i] == node]
 
     def path(self, node: int) -> list[int]:
@@ -100,6 +98,10 @@ class Draft:
             nodes.append(node)
             node = self.parents[node]
         return nodes[::-1]
+
+    def tokens_to(self, node: int) -> Sequence[int]:
+        """The tokens on the way to ``node``, its own included: those of ``path``."""
+        return self.tokens[: node + 1] if self.is_chain else [self.tokens[i] for i in self.path(node)]
 
     def truncated(self, budget: int) -> Draft:
         """The first ``budget`` nodes. Keeping a prefix of the rows never depends on the drawn tokens' values."""
@@ -118,7 +120,9 @@ class Draft:
     def by_source(self, path: Sequence[int]) -> dict[str, tuple[int, int]]:
         """Per source, how many nodes it proposed for verification and how many of them are on ``path``."""
         counts: dict[str, tuple[int, int]] = {}
-        for node, source in enumerate((self.sources or ())[: self.n_verify]):
+        if self.sources is None:
+            return counts
+        for node, source in enumerate(self.sources[: self.n_verify]):
             drafted, accepted = counts.get(source, (0, 0))
             counts[source] = (drafted + 1, accepted + (node in path))
         return counts
@@ -131,3 +135,12 @@ class Draft:
             masks.append((masks[parent] if parent >= 0 else 0) | (1 << node))
         signed = [[(m >> (64 * w)) & ((1 << 64) - 1) for w in range(words)] for m in masks]
         return [[w - (1 << 64) if w >> 63 else w for w in row] for row in signed]
+
+
+def _depths(parents: Sequence[int]) -> tuple[int, ...]:
+    depths: list[int] = []
+    for node, parent in enumerate(parents):
+        if not -1 <= parent < node:
+            raise ValueError(f"draft node {node} has parent {parent}; a parent must come before its child")
+        depths.append(1 if parent < 0 else depths[parent] + 1)
+    return tuple(depths)

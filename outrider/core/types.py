@@ -1,5 +1,7 @@
 """The small typed values that the parts of the engine hand to each other.
 
+Those that every step makes anew are named tuples: a frozen dataclass takes several times as long to make.
+
 Sizes in shapes: N rows, B sequences, M logit rows, T draft nodes, V vocabulary, F feature width, P blocks a sequence.
 """
 
@@ -8,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Protocol
+from types import MappingProxyType
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -17,6 +20,8 @@ from numpy.typing import NDArray
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
+
+_NONE: Mapping[str, Any] = MappingProxyType({})
 
 
 class Status(Enum):
@@ -88,7 +93,7 @@ class Span:
     start: int
     n_new: int
     budget: int = 0
-    draft: Draft = field(default_factory=Draft)
+    draft: Draft = field(default_factory=Draft.nothing)
     done: int = 0
 
     @property
@@ -99,17 +104,17 @@ class Span:
     @property
     def n_rows(self) -> int:
         """Rows in the pass."""
-        return self.n_new + len(self.draft) - self.done
+        return self.n_new + len(self.draft.tokens) - self.done
 
     @property
     def n_logit_rows(self) -> int:
         """Rows that get logits: the newest token's and the draft's, unless this is a middle chunk of a prompt."""
-        return (self.n_new > 0) + len(self.draft) - self.done if self.reaches_end else 0
+        return (self.n_new > 0) + len(self.draft.tokens) - self.done if self.reaches_end else 0
 
     @property
     def reaches_end(self) -> bool:
         """Whether the newest token is among the rows, so that a next token comes out."""
-        return self.end == len(self.seq.tokens)
+        return self.start + self.n_new == len(self.seq.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,8 +160,7 @@ class ForwardOut:
     best: NDArray[np.int64] | None = None
 
 
-@dataclass(frozen=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What verification decided: the draft nodes that stay, root first, and the token that follows them."""
 
     path: tuple[int, ...]
@@ -173,8 +177,7 @@ class Draws(Protocol):
         """A token drawn from ``dist``."""
 
 
-@dataclass(frozen=True)
-class Commit:
+class Commit(NamedTuple):
     """What one step settled for one sequence; drafters learn from it, prompt chunks included.
 
     ``new_tokens`` were appended to the sequence (already cut at EOS, a stop or max_tokens). ``rows`` are the kept rows
@@ -195,8 +198,7 @@ class Commit:
         return self.span.seq
 
 
-@dataclass(frozen=True)
-class SpanRecord:
+class SpanRecord(NamedTuple):
     """One sequence's part in a step, for controller and metrics; ``accepted`` counts only tokens that were kept."""
 
     seq_id: int
@@ -207,12 +209,11 @@ class SpanRecord:
     accepted: int
     emitted: int
     reason: str = ""  # why there was no draft although there was a budget
-    sources: Mapping[str, tuple[int, int]] = field(default_factory=dict)  # (drafted, accepted) by who proposed them
+    sources: Mapping[str, tuple[int, int]] = _NONE  # (drafted, accepted) by who proposed them
     path: tuple[int, ...] = ()  # the accepted drafted rows
 
 
-@dataclass(frozen=True)
-class StepTimes:
+class StepTimes(NamedTuple):
     """Seconds of each phase of a step."""
 
     schedule: float
@@ -223,11 +224,10 @@ class StepTimes:
 
     @property
     def total(self) -> float:
-        return self.schedule + self.draft + self.forward + self.verify + self.commit
+        return sum(self)
 
 
-@dataclass(frozen=True)
-class StepRecord:
+class StepRecord(NamedTuple):
     """Times and counts of one engine step."""
 
     times: StepTimes
@@ -239,4 +239,4 @@ class StepRecord:
     preempted: int
     running: int
     waiting: int
-    draft_seconds: Mapping[str, float] = field(default_factory=dict)  # of the drafters that were asked, by name
+    draft_seconds: Mapping[str, float] = _NONE  # of the drafters that were asked, by name

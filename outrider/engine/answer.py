@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from outrider.core.errors import SettingError
 from outrider.core.types import FinishReason, Sequence
@@ -44,13 +45,14 @@ class SpecStats:
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
-        while len(self.accepted_per_position) < accepted:
-            self.accepted_per_position.append(0)
+        counts = self.accepted_per_position
+        counts += [0] * (accepted - len(counts))
         for depth in range(accepted):
-            self.accepted_per_position[depth] += 1
+            counts[depth] += 1
         if reason:
             self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
-        self._add_sources(sources or {})
+        if sources:
+            self._add_sources(sources)
 
     def _add_sources(self, sources: Mapping[str, tuple[int, int]]) -> None:
         for source, (drafted, accepted) in sources.items():
@@ -89,8 +91,7 @@ class SpecStats:
         return 1 + self.accepted / self.drafts if self.drafts else 1.0
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A piece of text, and whether it came from an accepted draft token."""
 
     text: str
@@ -161,29 +162,31 @@ class Answer:
 
     def release(self) -> list[Segment]:
         """The text since the last call that no stop string can take back any more."""
-        until = len(self.text) if self.finish is not None else len(self.text) - self._held_back()
+        text, ends, begin, token = self.text, self._ends, self._released, self._next
+        until = len(text) if self.finish is not None else len(text) - self._held_back()
         segments: list[Segment] = []
-        while self._released < until:
-            while self._next < len(self._ends) and self._ends[self._next] <= self._released:
-                self._next += 1
-            last = self._next == len(self._ends)  # what the detokenizer gave when it was flushed
-            end = until if last else min(self._ends[self._next], until)
-            segments.append(Segment(self.text[self._released : end], not last and self.drafted[self._next]))
-            self._released = end
+        while begin < until:
+            while token < len(ends) and ends[token] <= begin:
+                token += 1
+            last = token == len(ends)  # what the detokenizer gave when it was flushed
+            end = until if last else min(ends[token], until)
+            segments.append(Segment(text[begin:end], not last and self.drafted[token]))
+            begin = end
+        self._released, self._next = begin, token
         return segments
 
     def _reason_to_stop(self, token: int, before: int) -> FinishReason | None:
         seq = self.seq
         if token in self._stop_ids:
             return FinishReason.STOP
-        if seq.n_output >= seq.params.min_tokens:
+        if self._longest_stop and seq.n_output >= seq.params.min_tokens:
             cut = self._stop_string_at(before)
             if cut is not None:
                 self.text = self.text[:cut]
                 self._ends = [min(end, cut) for end in self._ends]
                 self._detokenizer = None  # what it still holds back lies behind the cut
                 return FinishReason.STOP
-        return FinishReason.LENGTH if len(seq) >= seq.max_len else None
+        return FinishReason.LENGTH if len(seq.tokens) >= seq.max_len else None
 
     def _stop_string_at(self, before: int) -> int | None:
         """Where the first stop string begins that the newest token, whose text starts at ``before``, completed."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,8 +16,7 @@ from outrider.runtime.runner import Runner
 from outrider.sampling.logprobs import token_logprobs
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What became of one span: the tokens appended (none for a middle chunk of a prompt), and whether that ended it."""
 
     span: Span
@@ -35,7 +34,7 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
     """
     seq, draft = span.seq, span.draft
     tokens = [draft.tokens[node] for node in verdict.path] + [verdict.next_token]
-    rows = [0] + [node + 1 for node in verdict.path]
+    top = seq.params.logprobs
     kept, finish = 0, None
     while finish is None and kept < len(tokens):
         token = tokens[kept]
@@ -45,9 +44,9 @@ def append_tokens(span: Span, verdict: Verdict, answer: Answer, logits: NDArray[
         except Exception:
             seq.tokens.pop()
             raise
-        if seq.params.logprobs is not None:
-            row = logits[rows[kept]]
-            answer.logprobs.append(token_logprobs(row, token, seq.params.logprobs, answer.sampler.n_tokens))
+        if top is not None:
+            row = logits[1 + verdict.path[kept - 1] if kept else 0]
+            answer.logprobs.append(token_logprobs(row, token, top, answer.sampler.n_tokens))
         kept += 1
     probes: tuple[int, ...] = ()
     if draft.n_verify < len(draft):
@@ -68,9 +67,10 @@ def commit_step(
     first_row = 0
     for outcome, nodes in zip(outcomes, kept, strict=True):
         span = outcome.span
-        span.seq.n_computed = min(span.end + len(nodes), len(span.seq) - 1)
-        blocks.commit(span.seq)
-        rows = (*range(span.n_new), *(span.n_new + node for node in nodes))
+        seq = span.seq
+        seq.n_computed = min(span.end + len(nodes), len(seq.tokens) - 1)
+        blocks.commit(seq)
+        rows = (*range(span.n_new), *[span.n_new + node for node in nodes])
         own = None if features is None else features[torch.tensor(rows, device=features.device) + first_row]
         commits.append(
             Commit(span, rows, outcome.new_tokens, len(outcome.path), own, outcome.probe_tokens, outcome.finish)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import contextmanager
 from dataclasses import replace
 
 from outrider.cache.blocks import BlockManager, Copy
@@ -100,8 +99,10 @@ class Drafters:
 
     def copy_blocks(self, copies: Seq[Copy]) -> None:
         for name, proposer in self.proposers.items():
-            with self._at_work(name, {each for each in self._requests.values() if self._serves(name, each)}):
+            try:
                 proposer.copy_blocks(copies)
+            except Exception as error:
+                self._failed(name, {each for each in self._requests.values() if self._serves(name, each)}, error)
 
     def propose(self, spans: Seq[Span], cut: Callable[[Span, Draft], Draft]) -> dict[str, float]:
         """Fills in the drafts as ``cut`` leaves them, in one batched call a drafter; returns the seconds of each."""
@@ -119,10 +120,12 @@ class Drafters:
     def observe(self, commits: Seq[Commit], given: Seq[int]) -> None:
         """Hands each drafter what its own requests got; ``given`` are the layers that the features are of."""
         for name, proposer in self.proposers.items():
-            own = [commit for commit in commits if self._serves(name, self._requests[commit.seq.id])]
+            own = [commit for commit in commits if self._serves(name, self._requests[commit.span.seq.id])]
             if own:
-                with self._at_work(name, {self._requests[commit.seq.id] for commit in own}):
+                try:
                     proposer.observe(select_features(own, given, proposer.needs.feature_layers))
+                except Exception as error:
+                    self._failed(name, {self._requests[commit.seq.id] for commit in own}, error)
 
     def release(self, seq: Sequence) -> None:
         """The sequence ended or lost its KV."""
@@ -130,8 +133,10 @@ class Drafters:
 
     def _release(self, request: Request, seq: Sequence) -> None:
         if request.drafter:
-            with self._at_work(request.drafter, [request]):
+            try:
                 self.proposers[request.drafter].release(seq.id)
+            except Exception as error:
+                self._failed(request.drafter, [request], error)
 
     def _drafts(self, name: str, spans: Seq[Span], cut: Callable[[Span, Draft], Draft]) -> list[Draft]:
         """What a drafter proposes, within the budgets and as ``cut`` leaves it."""
@@ -148,26 +153,20 @@ class Drafters:
 
     def _check(self, draft: Draft) -> None:
         """Raises ValueError for what would break the step of all, or the answer, later on."""
+        size = self._vocab_size
         for token, q in zip(draft.tokens, draft.q, strict=True):
-            if not 0 <= token < self._vocab_size:
-                raise ValueError(f"token id {token}, where 0 to {self._vocab_size - 1} are allowed")
+            if not 0 <= token < size:
+                raise ValueError(f"token id {token}, where 0 to {size - 1} are allowed")
             if q is not None and not q.prob(token) > 0.0:
                 raise ValueError(f"token id {token}, which its own q gives no probability")
-        if not all(math.isfinite(sure) for sure in draft.confidence or ()):
+        if not all(map(math.isfinite, draft.confidence or ())):
             raise ValueError(f"confidence {draft.confidence}, where numbers are allowed")
 
     def _serves(self, name: str, request: Request) -> bool:
         return request.drafter == name and not request.drafter_failed
 
-    @contextmanager
-    def _at_work(self, name: str, requests: Iterable[Request]) -> Iterator[None]:
-        """A call of a drafter on behalf of ``requests``."""
-        try:
-            yield
-        except Exception as error:
-            self._failed(name, requests, error)
-
     def _failed(self, name: str, requests: Iterable[Request], error: Exception) -> None:
+        """A call of a drafter on behalf of ``requests`` raised ``error``."""
         level = logging.DEBUG if name in self._metrics.drafter_failures else logging.WARNING  # once is enough
         logger.log(level, "drafter %s failed: %s", name, error, exc_info=error)
         self._metrics.drafter_failures[name] += 1

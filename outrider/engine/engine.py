@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from itertools import pairwise, repeat
+from operator import sub
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,7 @@ from outrider.models.load import LoadedModel
 from outrider.ops.native import default_threads
 from outrider.runtime.memory import device_memory, plan_memory
 from outrider.runtime.pool import KVPool, pick_kv_dtype
-from outrider.runtime.runner import Runner, rows_by_span
+from outrider.runtime.runner import Runner, logit_parts
 from outrider.sampling.grammar import Account, Masks
 from outrider.sampling.rows import NodeRows, pruned
 from outrider.sampling.sampler import Sampler
@@ -220,16 +220,17 @@ class Engine:
         draft_seconds = self._propose(plan.spans)
         clock.append(time.perf_counter())
         out = self.runner.forward(plan.spans, self._feature_layers)
-        logits = rows_by_span(plan.spans, out.logits)
+        parts = logit_parts(plan.spans)
+        logits = [out.logits[part] for part in parts]
+        best = [None if out.best is None else out.best[part] for part in parts]
         clock.append(time.perf_counter())
         self._prepare_masks(plan.spans)
-        best = repeat(None, len(logits)) if out.best is None else rows_by_span(plan.spans, out.best)
-        verdicts = [self._verify(*args) for args in zip(plan.spans, logits, best, strict=True)]
+        verdicts = list(map(self._verify, plan.spans, logits, best))
         clock.append(time.perf_counter())
-        outcomes = [self._append(*args) for args in zip(plan.spans, verdicts, logits, strict=True)]
+        outcomes = list(map(self._append, plan.spans, verdicts, logits))
         commits = commit_step(outcomes, self.runner, self.blocks, out.features)
         self._drafters.observe(commits, self._feature_layers)
-        records = tuple(self._span_record(outcome) for outcome in outcomes)
+        records = tuple(map(self._span_record, outcomes))
         deltas = [self._settle(o.span.seq) for o in outcomes if o.new_tokens or o.finish is not None]
         clock.append(time.perf_counter())
         record = self._record(plan, records, clock, draft_seconds)
@@ -261,8 +262,9 @@ class Engine:
 
     def _prepare_masks(self, spans: Seq[Span]) -> None:
         """What the grammars of these allow next, all at once."""
-        answers = [self._answer_of[span.seq.id] for span in spans if span.reaches_end and span.seq.params.grammar]
-        self._masks.prepare([a.history.matcher(a.sampler.grammar) for a in answers if a.sampler.grammar])
+        answers = [self._answer_of[span.seq.id] for span in spans if span.seq.params.grammar and span.reaches_end]
+        if answers:
+            self._masks.prepare([a.history.matcher(a.sampler.grammar) for a in answers if a.sampler.grammar])
 
     def _verify(self, span: Span, logits: NDArray[np.floating], best: NDArray[np.int64] | None) -> Verdict | None:
         """The verdict on a span that reaches its sequence's end. A rule that fails ends its own request only."""
@@ -341,12 +343,12 @@ class Engine:
     def _record(
         self, plan: Plan, spans: tuple[SpanRecord, ...], clock: list[float], draft_seconds: dict[str, float]
     ) -> StepRecord:
-        prompt_rows = sum(max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans)
+        prompt_rows = sum([max(0, min(span.end, span.seq.n_prompt) - span.start) for span in plan.spans])
         return StepRecord(
-            times=StepTimes(*(after - before for before, after in pairwise(clock))),
+            times=StepTimes(*map(sub, clock[1:], clock)),
             prompt_rows=prompt_rows,
-            decode_rows=sum(span.n_new for span in plan.spans) - prompt_rows,
-            draft_rows=sum(len(span.draft) for span in plan.spans),
+            decode_rows=sum([span.n_new for span in plan.spans]) - prompt_rows,
+            draft_rows=sum([len(span.draft.tokens) for span in plan.spans]),
             spans=spans,
             free_blocks=self.blocks.n_free,
             preempted=len(plan.preempted),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 
 from outrider.core.types import FinishReason, StepRecord, StepTimes
 from outrider.engine.answer import Answer, SpecStats
 from outrider.engine.request import Request
 
-PHASES = tuple(f.name for f in fields(StepTimes))
+PHASES = StepTimes._fields
 
 PHASE_BOUNDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.025, 0.04, 0.06, 0.1, 0.15, 0.25, 0.4, 0.75, 1.5, 5.0)
@@ -95,8 +95,8 @@ class EngineMetrics:
     def observe(self, record: StepRecord) -> None:
         """Adds one step: its times and rows."""
         self.steps += 1
-        for phase in PHASES:
-            self.phases[phase].add(getattr(record.times, phase))
+        for histogram, seconds in zip(self.phases.values(), record.times, strict=True):
+            histogram.add(seconds)
         self.prompt_rows += record.prompt_rows
         self.decode_rows += record.decode_rows
         self.draft_rows += record.draft_rows

@@ -83,7 +83,7 @@ class Scheduler:
         plan = Plan()
         self._step += 1
         rows = self._continue(plan, self.max_rows, prompts=False)
-        prompts_wait = bool(self.waiting) or any(self._last_step[seq.id] < self._step for seq in self.running)
+        prompts_wait = bool(self.waiting) or len(plan.spans) < len(self.running)
         rows -= self._give_draft_budgets(plan, rows // 2 if prompts_wait else rows)
         if prompts_wait:
             rows = self._continue(plan, rows, prompts=True)
@@ -103,9 +103,10 @@ class Scheduler:
             if rows == 0:
                 break
             last = self._last_step.get(seq.id, self._step)  # none left: it lost its blocks in this very loop
-            n_new = min(len(seq) - seq.n_computed, rows)
-            if last == self._step or (len(seq) - seq.n_computed > 1 and last == self._step - 1 and not prompts):
+            missing = len(seq.tokens) - seq.n_computed
+            if last == self._step or (missing > 1 and last == self._step - 1 and not prompts):
                 continue
+            n_new = min(missing, rows)
             while not self._reserve(plan, seq, n_new):
                 victim = self._youngest_idle()
                 self._preempt(plan, victim)
@@ -158,7 +159,7 @@ class Scheduler:
 
         Returns how many of ``rows`` they take. Where it comes to nothing, the (empty) draft says why.
         """
-        spans = [s for s in plan.spans if s.reaches_end and s.seq.max_draft and not s.budget and not s.draft.reason]
+        spans = [s for s in plan.spans if s.seq.max_draft and s.reaches_end and not s.budget and not s.draft.reason]
         if not spans:
             return 0
         for span in spans:

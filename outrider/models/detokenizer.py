@@ -26,7 +26,8 @@ class Detokenizer:
         """The text that became certain with this token; may be empty. Raises SettingError for an unknown id."""
         if self._skip and self._tokenizer.is_special(token_id):
             return ""
-        return self._stripped(self._utf8.decode(self._tokenizer.token_bytes(token_id)))
+        text = self._utf8.decode(self._tokenizer.token_bytes(token_id))
+        return self._stripped(text) if self._strip else text
 
     def flush(self) -> str:
         """The end of the text: an incomplete character that was held back, as U+FFFD."""

@@ -22,33 +22,36 @@ def build_batch(spans: Sequence[Span], block_size: int) -> Batch:
     logit_rows: list[int] = []
     cu_rows = [0]
     kv_len: list[int] = []
+    tail_start: list[int] = []
     tail_positions: list[tuple[int, ...]] = []
     for span in spans:
         seq, draft, end = span.seq, span.draft, span.end
-        depths = draft.depths
         ids += seq.tokens[span.start : end]
         ids += draft.tokens[span.done :]
         positions += range(span.start, end)
-        positions += [end - 1 + depth for depth in depths[span.done :]]
+        tail = tuple([end - 1 + depth for depth in draft.depths])
+        positions += tail[span.done :]
         blocks = seq.blocks
         first = span.start if span.n_new else end + span.done
-        last = end + len(draft)
+        last = end + len(tail)
         slots += [blocks[s // block_size] * block_size + s % block_size for s in range(first, last)]
         rows_end = cu_rows[-1] + span.n_rows
         logit_rows += range(rows_end - span.n_logit_rows, rows_end)
         cu_rows.append(rows_end)
         kv_len.append(last)
-        tail_positions.append(tuple(end - 1 + depth for depth in depths))
+        tail_start.append(end)
+        tail_positions.append(tail)
     widest = max(len(span.seq.blocks) for span in spans)
     tables = [span.seq.blocks + [0] * (widest - len(span.seq.blocks)) for span in spans]
+    rows = _array([ids, positions, slots])
     return Batch(
-        ids=_array(ids),
-        positions=_array(positions),
-        slots=_array(slots),
+        ids=rows[0],
+        positions=rows[1],
+        slots=rows[2],
         cu_rows=tuple(cu_rows),
         kv_len=tuple(kv_len),
         block_tables=_array(tables),
-        tail_start=tuple(span.end for span in spans),
+        tail_start=tuple(tail_start),
         ancestors=_ancestors(spans),
         tail_positions=tuple(tail_positions),
         logit_rows=_array(logit_rows),

@@ -63,11 +63,17 @@ class Runner:
         return span.seq.blocks[slot // self.block_size] * self.block_size + slot % self.block_size
 
 
-def rows_by_span(spans: Sequence[Span], all_rows: NDArray[Number]) -> list[NDArray[Number]]:
-    """The logits, or what else a pass gives for each of its logit rows [M,...], that belong to each span."""
-    rows = []
+def logit_parts(spans: Sequence[Span]) -> list[slice]:
+    """Which of the logit rows [M] of a pass belong to each span. Asked before its tokens are appended."""
+    parts = []
     first = 0
     for span in spans:
-        rows.append(all_rows[first : first + span.n_logit_rows])
-        first += span.n_logit_rows
-    return rows
+        last = first + span.n_logit_rows
+        parts.append(slice(first, last))
+        first = last
+    return parts
+
+
+def rows_by_span(spans: Sequence[Span], all_rows: NDArray[Number]) -> list[NDArray[Number]]:
+    """The logits, or what else a pass gives for each of its logit rows [M,...], that belong to each span."""
+    return [all_rows[part] for part in logit_parts(spans)]

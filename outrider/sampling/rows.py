@@ -47,12 +47,12 @@ class NodeRows(Sequence[Dist]):
         self._logits = logits
         self._history = history
         self._draft = draft
-        self._best = best
-        self._known: dict[int, Dist] = {}
-        self._failed: set[int] = set()  # nodes
+        self._best: list[int] | None = None if best is None else best.tolist()
+        self._known: list[Dist | None] = [None] * (1 + len(draft))
+        self._failed: list[int] = []  # nodes
 
     def __len__(self) -> int:
-        return 1 + len(self._draft)
+        return len(self._known)
 
     @overload
     def __getitem__(self, index: int) -> Dist: ...
@@ -60,30 +60,29 @@ class NodeRows(Sequence[Dist]):
     def __getitem__(self, index: slice) -> Sequence[Dist]: ...
     def __getitem__(self, index: int | slice) -> Dist | Sequence[Dist]:
         if isinstance(index, slice):
-            return [self._row(i) for i in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(f"row {index} of {len(self)}")
-        return self._row(index % len(self))
+            return [self[i] for i in range(*index.indices(len(self)))]
+        known = self._known[index]
+        if known is None:
+            row = index % len(self._known)
+            known = self._known[row] = self._row(row)
+        return known
 
     def _row(self, row: int) -> Dist:
-        if row not in self._known:
-            drafted = [self._draft.tokens[i] for i in self._draft.path(row - 1)]
-            top = -1 if self._best is None else int(self._best[row])
-            try:
-                self._known[row] = self._sampler.dist_at(self._logits[row], self._history, drafted, top)
-            except Exception:
-                if not row:
-                    raise
-                self._known[row] = Dist.point(0)
-                self._failed.add(row - 1)
-        return self._known[row]
+        top = -1 if self._best is None else self._best[row]
+        try:
+            return self._sampler.dist_at(self._logits[row], self._history, self._draft.tokens_to(row - 1), top)
+        except Exception:
+            if not row:
+                raise
+            self._failed.append(row - 1)
+            return Dist.point(0)
 
     def settled(self, verdict: Verdict) -> Verdict:
         """The verdict up to a node at which a rule failed: what follows was not drawn from the target's law.
 
         Plain decoding would fail there as well, with the same tokens before: the next step does.
         """
-        for i, node in enumerate(verdict.path):
+        for i, node in enumerate(verdict.path if self._failed else ()):
             if node in self._failed:
                 return Verdict(verdict.path[:i], self._draft.tokens[node])
         return verdict

@@ -62,6 +62,7 @@ class Sampler:
         endings = {*params.stop_token_ids, *(() if params.ignore_eos else eos_ids)}
         self._endings = np.array(sorted(i for i in endings if i < vocab_size), dtype=np.int64)
         self._floor = max(math.log(params.min_p), _LOWEST) if params.min_p > 0 else _LOWEST
+        self._greedy = params.greedy
         self._inverse = 1.0 / max(params.temperature, _COLDEST)
 
     @staticmethod
@@ -85,14 +86,14 @@ class Sampler:
         ``top`` is where the greatest of ``logits`` is, if that is known.
         """
         params = self.params
-        shapes = self._shapes or history.n_output(path) < params.min_tokens
+        shapes = self._shapes or (params.min_tokens > 0 and history.n_output(path) < params.min_tokens)
         z = (self._shaped(logits, history, path) if shapes else logits)[: self.n_tokens]
         if shapes or not 0 <= top < self.n_tokens:
             top = int(z.argmax())  # the first of equals; a NaN counts as the greatest, so the next lines see it
         peak = float(z[top])
         if not math.isfinite(peak):
             raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")
-        return Dist.point(top) if params.greedy else self._draw_from(z, peak, own=shapes)
+        return Dist.point(top) if self._greedy else self._draw_from(z, peak, own=shapes)
 
     def _draw_from(self, z: NDArray[np.floating], peak: float, own: bool) -> Dist:
         """Temperature, min-p, top-k, top-p on ``z`` [n_tokens], whose greatest is ``peak``; written over if ``own``.

@@ -34,7 +34,8 @@ class CounterDraws:
 
     def pick(self, dist: Dist, depth: int) -> int:
         """A token drawn from ``dist``."""
-        return int(dist.ids[0]) if dist.certain else dist.sample(uniform(self.seed, self.base, depth, 0, Stream.SAMPLE))
+        u = 0.0 if dist.certain else uniform(self.seed, self.base, depth, 0, Stream.SAMPLE)
+        return dist.sample(u)
 
 
 @dataclass(frozen=True)

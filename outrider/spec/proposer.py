@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -89,7 +89,7 @@ def select_features(commits: Sequence[Commit], given: Sequence[int], wanted: Seq
 
     if tuple(given) == tuple(wanted):
         return list(commits)
-    return [replace(commit, features=of(commit.features)) for commit in commits]
+    return [commit._replace(features=of(commit.features)) for commit in commits]
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,8 @@ def _token_rule(draft: Draft, rows: Sequence[Dist], draws: Draws) -> Verdict:
         p, depth = rows[node + 1], len(path) + 1
         for index, child in enumerate(draft.children(node)):
             token, q = draft.tokens[child], draft.q[child]
-            if draws.accept(p.prob(token) / _drawn_with(draft, child), depth, index):
+            ratio = p.prob(token) if q is None else p.prob(token) / _drawn_with(draft, child)
+            if draws.accept(ratio, depth, index):
                 path.append(child)
                 break
             p = p.residual(q) if q is not None else p.without(token) or p

@@ -104,3 +104,25 @@ def test_large_distributions_do_as_small_ones() -> None:
         noise = gumbel(3, i, p.ids)
         assert p.gumbel_max(3, i) == p.ids[np.argmax(np.log(p.probs) + noise)]
     assert p.without(int(p.ids[9])).prob(int(p.ids[9])) == 0.0  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("token", [0, 2, 5])
+def test_a_certain_choice_without_arrays_is_the_distribution_of_one_token(token: int) -> None:
+    """``Dist.point`` answers by itself what a distribution with arrays looks up: the law must be the same."""
+    point, plain = Dist.point(token), Dist(np.array([token], dtype=np.int64), np.ones(1))
+    wide = Dist.dense(np.array([0.4, 0.1, 0.3, 0.0, 0.0, 0.2]))
+    assert (point.ids.tolist(), point.probs.tolist(), point.certain) == ([token], [1.0], True)
+    assert point.ids.dtype == np.int64
+    for other in range(7):
+        assert point.prob(other) == plain.prob(other) == (other == token)
+        rest, same = point.without(other), plain.without(other)
+        assert (rest is None) == (same is None) == (other == token)
+        assert rest is None or rest is point
+    for u in (0.0, 0.5, 1 - 2**-53):
+        assert point.sample(u) == plain.sample(u) == token
+    assert point.gumbel_max(7, 3) == plain.gumbel_max(7, 3) == token
+    assert dense(point, 6) == dense(plain, 6)
+    for one, two in ((point, plain), (plain, point)):
+        assert dense(wide.residual(one), 6) == dense(wide.residual(two), 6)
+        assert dense(one.residual(wide), 6) == dense(two.residual(wide), 6)
+        assert one.residual(two) is one

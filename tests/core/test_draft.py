@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from outrider.core.dist import Dist
 from outrider.core.draft import Draft
@@ -69,6 +71,23 @@ def test_truncating_keeps_the_first_nodes_with_all_they_have() -> None:
 def test_nothing_says_why() -> None:
     d = Draft.nothing("no match")
     assert (len(d), d.n_verify, d.reason) == (0, 0, "no match")
+    assert d == Draft(reason="no match") != Draft.nothing() == Draft()
+
+
+@given(st.lists(st.integers(-1, 5), max_size=7), st.integers(0, 7))
+def test_a_chain_answers_as_any_tree_does(parents: list[int], kept: int) -> None:
+    """What is known of a chain without a look at its nodes is what a walk over them says."""
+    above = [min(parent, node - 1) for node, parent in enumerate(parents)]
+    for shape in (above, list(range(-1, len(above) - 1))):
+        n, n_verify = len(shape), min(kept, len(shape))
+        d = Draft(tuple(range(10, 10 + n)), tuple(shape), (None,) * n, n_verify)
+        paths = [d.path(node) for node in range(-1, n)]
+        assert d.is_chain == all(parent == node - 1 for node, parent in enumerate(shape))
+        assert d.depths == tuple(len(path) for path in paths[1:])
+        for node, path in enumerate(paths, -1):
+            assert path == ([*paths[shape[node] + 1], node] if node >= 0 else [])
+            assert list(d.tokens_to(node)) == [10 + i for i in path]
+            assert d.children(node) == [i for i in range(n_verify) if shape[i] == node]
 
 
 def test_ancestor_words_hold_a_node_and_its_ancestors() -> None:
