@@ -8,7 +8,6 @@ old text can be forgotten exactly.
 
 from __future__ import annotations
 
-import heapq
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -98,19 +97,21 @@ class Suffix(Proposer):
     def observe(self, commits: Sequence[Commit]) -> None:
         """Indexes a long prompt chunk by chunk; remembers answers that came to their own end."""
         for commit in commits:
-            seq = commit.seq
-            if commit.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            seq, finish = commit.span.seq, commit.finish
+            if finish is None:
+                if seq.max_draft:
+                    self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
+            elif finish in (FinishReason.STOP, FinishReason.LENGTH):
                 self.memory.add(seq.spec.tenant, seq.output_ids)
-            elif seq.max_draft and commit.finish is None:
-                self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
 
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
 
     def _index_of(self, seq_id: int) -> TextIndex:
-        if seq_id not in self._indexes:
-            self._indexes[seq_id] = TextIndex(LENGTHS)
-        return self._indexes[seq_id]
+        index = self._indexes.get(seq_id)
+        if index is None:
+            index = self._indexes[seq_id] = TextIndex(LENGTHS)
+        return index
 
     def _look_up(self, span: Span, ahead: list[int], budget: int) -> Draft:
         """What may follow the sequence and the tokens ``ahead`` of it."""
@@ -143,11 +144,10 @@ class Suffix(Proposer):
         tokens: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
-        waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest first, then the earliest
+        waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest last, of equals the earliest
         order = 0
-
-        def offer(parent: int, depth: int, group: list[_Place]) -> None:
-            nonlocal order
+        depth, group = 0, places
+        while len(tokens) < nodes:
             following: dict[int, list[_Place]] = {}
             weights: dict[int, float] = {}
             for place in group:
@@ -158,22 +158,22 @@ class Suffix(Proposer):
                     weights[token] += weight
                 else:
                     following[token], weights[token] = [place], weight
-            lasts = lasting(longest, depth + 1) / whole
+            depth += 1
+            lasts = lasting(longest, depth) / whole
             likely = [token for token in weights if weights[token] * lasts >= least and token != BETWEEN]
             if len(likely) > 1:
                 likely.sort(key=lambda token: -weights[token])
             for token in likely[:branches]:
-                heapq.heappush(waiting, (-weights[token] * lasts, order, parent, depth + 1, token, following[token]))
-                order += 1
-
-        offer(-1, 0, places)
-        while waiting and len(tokens) < nodes:
-            chance, _, parent, depth, token, heirs = heapq.heappop(waiting)
+                order -= 1
+                waiting.append((weights[token] * lasts, order, len(tokens) - 1, depth, token, following[token]))
+            if not waiting:
+                break
+            if len(waiting) > 1:
+                waiting.sort()
+            chance, _, parent, depth, token, group = waiting.pop()
             tokens.append(token)
             parents.append(parent)
-            confidence.append(-chance)
-            if len(tokens) < nodes:
-                offer(len(tokens) - 1, depth, heirs)
+            confidence.append(chance)
         if not tokens:
             return Draft.nothing("no continuation is likely enough")
         return Draft(tuple(tokens), tuple(parents), (None,) * len(tokens), confidence=tuple(confidence))
@@ -185,11 +185,12 @@ def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
     for n in LENGTHS:
         if n > len(context):
             continue
-        for at in index.places(context[-n:]):
+        for at in index.places(context[-n:], SCANNED):
             if len(found) == SCANNED:
                 return list(found.items())
             if at not in found:
                 found[at] = index.agreeing(at, context, n)
+        context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
     return list(found.items())
 
 
