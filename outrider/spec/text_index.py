@@ -7,7 +7,7 @@ is taken in by whole arrays and a token by a few operations. A place is compared
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -37,6 +37,7 @@ class TextIndex:
         self._start = 0  # where the newest text begins
         self._newest: dict[int, dict[int, int]] = {n: {} for n in self.lengths}  # hash of an n-gram -> its last end
         self._before = {n: array("q") for n in self.lengths}  # [i]: where the n-gram ending with token i ended before
+        self._tables = [(n, self._power[n], self._newest[n], self._before[n]) for n in self.lengths]
 
     def follow(self, tokens: Sequence[int], stop: int) -> None:
         """Takes in what is new of one growing text up to ``stop``; one that shrank is another text."""
@@ -56,17 +57,17 @@ class TextIndex:
             self._extend_many(tokens)
             return
         sums, size, last = self._sums, len(self.tokens), self._sums[-1]
-        kept = [(n, self._power[n], self._newest[n], self._before[n]) for n in self.lengths]
         self.tokens.extend(tokens)
         for token in tokens:
             size += 1
             last = (last * _BASE + token + 1) & _MASK
             sums.append(last)
-            for n, power, newest, before in kept:
-                if n <= size - self._start:
+            place, length = self._forgotten + size, size - self._start
+            for n, power, newest, before in self._tables:
+                if n <= length:
                     key = (last - sums[size - n] * power) & _MASK
                     before.append(newest.get(key, -1))
-                    newest[key] = self._forgotten + size
+                    newest[key] = place
                 else:
                     before.append(-1)
 
@@ -120,17 +121,25 @@ class TextIndex:
         self._forgotten += size + 1
         self._start -= size + 1
 
-    def places(self, tail: list[int]) -> Iterator[int]:
-        """Where in ``tokens`` this n-gram, of one of the lengths, ended before their very end, the newest first."""
-        n, key = len(tail), 0
-        for token in tail:
-            key = (key * _BASE + token + 1) & _MASK
-        end = self._newest[n].get(key, -1)
-        while end > self._forgotten:
-            at = end - self._forgotten
-            if at < len(self.tokens) and self.tokens[at - n : at] == tail:
-                yield at
-            end = self._before[n][at - 1]
+    def places(self, tail: list[int], most: int) -> list[int]:
+        """Where in ``tokens`` this n-gram, of one of the lengths, ended before their very end: the newest, at most so
+        many."""
+        n = len(tail)
+        before, tokens, forgotten = self._before[n], self.tokens, self._forgotten
+        if tokens[-n:] == tail:
+            end = before[-1]
+        else:
+            key = 0
+            for token in tail:
+                key = (key * _BASE + token + 1) & _MASK
+            end = self._newest[n].get(key, -1)
+        found: list[int] = []
+        while end > forgotten and len(found) < most:
+            at = end - forgotten
+            if tokens[at - n : at] == tail:
+                found.append(at)
+            end = before[at - 1]
+        return found
 
     def agreeing(self, at: int, context: list[int], n: int) -> int:
         """How many tokens before ``at`` agree with the end of ``context``, of which ``n`` are known to."""

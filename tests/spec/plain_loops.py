@@ -71,7 +71,7 @@ def lasting(same: int, depth: int) -> float:
     return held / (held + depth)
 
 
-def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0.25) -> Loop:
+def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0.28) -> Loop:
     """What followed the last time the newest tokens stood in the text, the longest n-gram first, while it is likely."""
 
     def loop(text: list[int], n: int) -> Paths:
@@ -89,17 +89,16 @@ def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0
     return loop
 
 
-def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.2, branches: int = 3) -> Loop:
-    """The likeliest continuations of all earlier places, each worth 4 to the power of the tokens that agree there."""
+def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.19, branches: int = 3) -> Loop:
+    """The likeliest continuations of all earlier places, by how many and how good are for them and against them."""
 
     def loop(text: list[int], n: int) -> Paths:
         places: list[tuple[int, int]] = []
         for at in range(len(text) - 1, 0, -1):
             same = min(depth, agreeing(text[:at], text))
             if same:
-                places.append((at, 4**same))
-        longest = max((weight.bit_length() // 2 for _, weight in places), default=0)
-        whole = 4 + sum(weight for _, weight in places)  # with one that agrees in a token and goes on otherwise
+                places.append((at, same))
+        longest = max((same for _, same in places), default=0)
         tree: list[tuple[int, ...]] = []
         waiting: list[tuple[float, tuple[int, ...], list[tuple[int, int]]]] = [(1.0, (), places)]
         while waiting and len(tree) <= min(n, int(factor * longest)):
@@ -107,12 +106,14 @@ def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.2, branches: i
             waiting.remove((chance, path, group))
             tree.append(path)
             children: dict[int, list[tuple[int, int]]] = {}
-            for at, worth in group:
-                children.setdefault(text[at + len(path) % (len(text) - at)], []).append((at, worth))
-            weighed = [
-                (sum(worth for _, worth in heirs) / whole * lasting(longest, len(path) + 1), (*path, token), heirs)
-                for token, heirs in children.items()
-            ]
+            for at, same in group:
+                children.setdefault(text[at + len(path) % (len(text) - at)], []).append((at, same))
+            weighed = []
+            for token, heirs in children.items():
+                others = [same for other, their in children.items() if other != token for _, same in their]
+                fair = 0.8 * max(same for _, same in heirs) * len(heirs)
+                fair /= (1 + max(others, default=0)) * (1 + len(others)) ** 0.5
+                weighed.append((chance * (fair / (1 + fair)), (*path, token), heirs))
             weighed.sort(key=lambda node: -node[0])
             waiting += [node for node in weighed[:branches] if node[0] >= least]
         return tree[1:]  # the first one is the empty path

@@ -12,7 +12,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
-from outrider.spec.drafts.suffix import LENGTHS, SCANNED, SHARPNESS, Memory, Suffix, SuffixSettings, matches
+from outrider.spec.drafts.suffix import LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
 from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -51,7 +51,7 @@ def plain_loop(
     ``answers`` are the remembered ones, each with a -1 behind it.
     """
     context, own = (tokens + ahead)[-depth:], tokens + ahead
-    places: list[tuple[list[int], int, float]] = []  # text, where the continuation begins, weight
+    places: list[tuple[list[int], int, int]] = []  # text, where the continuation begins, tokens that agree
     longest = 0
     for text, end in (own, len(tokens)), (answers, len(answers)):
         found = []
@@ -61,27 +61,29 @@ def plain_loop(
                 agree += 1
             if agree:
                 found.append((max(n for n in LENGTHS if n <= agree), at, agree))
-        places += [(text, at, SHARPNESS**agree) for _, at, agree in sorted(found, reverse=True)]
+        places += [(text, at, agree) for _, at, agree in sorted(found, reverse=True)]
         longest = max([longest, *(agree for _, _, agree in found)])
-    total = SHARPNESS + sum(weight for _, _, weight in places)
-    held = max(2, longest - 2)
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
-    group = places
-    offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, float]]]] = []
+    chance, group = 1.0, places
+    offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, int]]]] = []
     while len(paths) < 12:
-        children: dict[int, list[tuple[list[int], int, float]]] = {}
-        for text, at, weight in group:
+        children: dict[int, list[tuple[list[int], int, int]]] = {}
+        for text, at, agree in group:
             token = text[at + len(path) % (len(text) - at)]  # the own text goes on as a repetition of itself
-            children.setdefault(token, []).append((text, at, weight))
-        children.pop(-1, None)
-        lasts = held / (held + len(path) + 1)
-        heavy = [(sum(p[2] for p in heirs) / total * lasts, (*path, t), heirs) for t, heirs in children.items()]
-        offers += [offer for offer in sorted(heavy, key=_chance)[:branches] if offer[0] >= least]
+            children.setdefault(token, []).append((text, at, agree))
+        weighed = []
+        for token, heirs in children.items():
+            others = [place for other, their in children.items() if other != token for place in their]
+            best, rival = max(p[2] for p in heirs), max((p[2] for p in others), default=0)
+            fair = 0.8 * best * len(heirs) / ((1 + rival) * (1 + len(others)) ** 0.5)
+            if token != -1:
+                weighed.append((chance * (fair / (1 + fair)), (*path, token), heirs))
+        offers += [offer for offer in sorted(weighed, key=_chance)[:branches] if offer[0] >= least]
         if not offers:
             break
         offers.sort(key=_chance)
-        _, path, group = offers.pop(0)
+        chance, path, group = offers.pop(0)
         paths.append(path)
     return paths, factor * longest
 
@@ -125,10 +127,21 @@ def test_remembered_answers_count_as_the_text_itself(tokens: list[int], answers:
     assert paths_of(propose(drafter, tokens, budget)) == paths[: min(budget, int(most))]
 
 
+def test_what_speaks_for_a_token_and_what_against_it() -> None:
+    assert odds(1, 1, 0, 0) == pytest.approx(0.8)
+    assert odds(6, 1, 0, 0) == odds(3, 2, 0, 0) == pytest.approx(4.8)
+    assert odds(3, 1, 2, 3) == pytest.approx(0.4)
+    tokens = [1, 2, 7, 2, 8, 1, 2]  # 7 after two tokens that agree, 8 after one
+    draft = propose(suffix(2, min_token_prob=0), tokens, 2)
+    assert (draft.tokens, draft.parents) == ((7, 2), (-1, 0))
+    first = odds(2, 1, 1, 1)
+    assert draft.confidence == pytest.approx((first / (1 + first), first / (1 + first) * 1.6 / 2.6))
+
+
 def test_a_longer_match_drafts_more_and_counts_more() -> None:
     tokens = [1, 2, 3, 7, 7, 7, 7, 7, 8, 3, 6, 9, 1, 2, 3]
-    assert propose(suffix(1, max_spec_factor=1.0), tokens).tokens == (7, 7, 7)
-    assert propose(suffix(1, max_spec_factor=2.0), tokens).tokens == (7, 7, 7, 7, 7, 8)
+    assert propose(suffix(1, max_spec_factor=1.0, min_token_prob=0.05), tokens).tokens == (7, 7, 7)
+    assert propose(suffix(1, max_spec_factor=2.0, min_token_prob=0.05), tokens).tokens == (7, 7, 7, 7, 7, 8)
     assert propose(suffix(max_tree_depth=1), tokens, 1).tokens == (6,), "of equals the newest comes first"
     assert propose(suffix(max_spec_factor=0.5), [5, 1, 5]).reason == "too little of the end of the text was seen before"
 

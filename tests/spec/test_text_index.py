@@ -15,7 +15,7 @@ LENGTHS = (5, 3, 2, 1)
 
 
 def found(index: TextIndex, tail: list[int]) -> list[int]:
-    return list(index.places(tail))
+    return index.places(tail, len(index.tokens))
 
 
 def searched(tokens: list[int], tail: list[int]) -> list[int]:

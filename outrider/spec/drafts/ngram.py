@@ -6,10 +6,9 @@ where the answer repeats its context: editing, summaries, code, translation with
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
+from typing import NamedTuple
 
 from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
@@ -42,7 +41,7 @@ class NgramSettings:
     prompt_lookup_branches: int = setting(1, "continuations proposed at once, as a tree", low=1, high=16)
     prompt_lookup_max_spec_factor: float = setting(4.0, "draft tokens for each token that matched", low=1, high=256)
     prompt_lookup_min_token_prob: float = setting(
-        0.25, "how likely a draft token must be, by the occurrences found", low=0, high=1
+        0.28, "how likely a draft token must be, by the occurrences found", low=0, high=1
     )
 
     def __post_init__(self) -> None:
@@ -68,16 +67,18 @@ class Ngram(Proposer):
     def observe(self, commits: Sequence[Commit]) -> None:
         """Indexes a long prompt chunk by chunk, so that the first look-up does not stall a step."""
         for commit in commits:
-            if commit.seq.max_draft and commit.finish is None:
-                self._index_of(commit.seq.id).keep_up(commit.seq.tokens, commit.seq.n_computed)
+            seq = commit.span.seq
+            if seq.max_draft and commit.finish is None:
+                self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
 
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
 
     def _index_of(self, seq_id: int) -> TextIndex:
-        if seq_id not in self._indexes:
-            self._indexes[seq_id] = TextIndex(self._lengths)
-        return self._indexes[seq_id]
+        index = self._indexes.get(seq_id)
+        if index is None:
+            index = self._indexes[seq_id] = TextIndex(self._lengths)
+        return index
 
     def _look_up(self, seq_id: int, tokens: list[int], budget: int) -> Draft:
         index = self._index_of(seq_id)
@@ -90,13 +91,18 @@ class Ngram(Proposer):
         lengths = [max(1, budget >> (j + 1)) for j in range(1, len(starts))]
         lengths = [max(1, budget - sum(lengths)), *lengths]
         least = self.settings.prompt_lookup_min_token_prob
-        lengths = [start.worth(n, least) for start, n in zip(starts, lengths, strict=True)]
-        draft = Draft.branches([_copy(tokens, s.at, n) for s, n in zip(starts, lengths, strict=True)], budget)
-        if not draft:
+        drafted: list[int] = []
+        parents: list[int] = []
+        sure: list[float] = []
+        for start, most in zip(starts, lengths, strict=True):
+            chances = start.chances(min(most, budget - len(drafted)), least)
+            if chances:  # the branches differ in their first token, so that no node belongs to two of them
+                parents += [-1, *range(len(drafted), len(drafted) + len(chances) - 1)]
+                drafted += _copy(tokens, start.at, len(chances))
+                sure += chances
+        if not drafted:
             return Draft.nothing("no continuation is likely enough")
-        # The branches differ in their first token, so that no node belongs to two of them.
-        sure = [start.chance(depth) for start, n in zip(starts, lengths, strict=True) for depth in range(1, n + 1)]
-        return draft.sure(sure[: len(draft)])
+        return Draft(tuple(drafted), tuple(parents), (None,) * len(drafted), confidence=tuple(sure))
 
     def _continuations(self, index: TextIndex, tokens: list[int]) -> list[_Start]:
         """The continuations, best first, each with another first token."""
@@ -104,44 +110,43 @@ class Ngram(Proposer):
         for n in index.lengths:
             if n > len(tokens):
                 continue
-            places = list(islice(index.places(tokens[-n:]), SCANNED))
-            counts = Counter(tokens[at] for at in places)
+            places = index.places(tokens[-n:], SCANNED)
+            following = [tokens[at] for at in places]
             if self.settings.prompt_lookup_selection == "frequent":
-                places.sort(key=lambda at: -counts[tokens[at]])  # stable: among equals the newest stays first
+                places.sort(key=lambda at: -following.count(tokens[at]))  # stable: of equals the newest stays first
             for at in places:
                 first = tokens[at]
                 if first not in starts:
                     matched = index.agreeing(at, tokens[-COMPARED:], n)
-                    share = counts[first] / (len(places) + OTHERWISE ** (1 - n))
+                    share = following.count(first) / (len(places) + OTHERWISE ** (1 - n))
                     starts[first] = _Start(at, matched, share)
                     if len(starts) == self.settings.prompt_lookup_branches:
                         return list(starts.values())
         return list(starts.values())
 
 
-@dataclass(frozen=True)
-class _Start:
+class _Start(NamedTuple):
     """Where a continuation begins, how many tokens before it agree, and how likely its first token is, if it lasts."""
 
     at: int
     matched: int
     share: float
 
-    def chance(self, depth: int) -> float:
-        """That the first ``depth`` tokens are right."""
-        return self.share * lasting(self.matched, depth)
+    def chances(self, most: int, least: float) -> list[float]:
+        """How likely it is right as far as each of its tokens, of ``most``; while that is ``least``."""
+        chances: list[float] = []
+        while len(chances) < most:
+            chance = self.share * lasting(self.matched, len(chances) + 1)
+            if chance < least:
+                break
+            chances.append(chance)
+        return chances
 
-    def worth(self, most: int, least: float) -> int:
-        """How many tokens, of ``most``, have a chance of ``least``."""
-        return next((n for n in range(most) if self.chance(n + 1) < least), most)
 
-
-def _copy(tokens: Sequence[int], start: int, n: int) -> list[int]:
+def _copy(tokens: list[int], start: int, n: int) -> list[int]:
     """``n`` tokens from ``start`` on; past the end it goes on with its own copy, as a repetition would."""
-    out: list[int] = []
-    for i in range(start, start + n):
-        out.append(tokens[i] if i < len(tokens) else out[i - len(tokens)])
-    return out
+    copy = tokens[start : start + n]
+    return copy if len(copy) == n else (copy * (n // len(copy) + 1))[:n]
 
 
 def build(context: DraftContext, settings: NgramSettings) -> Proposer:

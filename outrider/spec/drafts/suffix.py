@@ -1,14 +1,14 @@
 """Suffix decoding: the end of the text is looked up in the text and in earlier answers; what followed is drafted.
 
 Source: Oliaro et al., "SuffixDecoding", 2024. As there, a longer match drafts more, and branches are grown where most
-occurrences go. Other than there, not one pattern length is chosen by a score: all occurrences count, one that agrees in
-one token more ``SHARPNESS`` times as much. And the occurrences are found by n-grams, in place of a suffix tree, so that
-old text can be forgotten exactly.
+occurrences go. Other than there, not one pattern length is chosen by a score: all occurrences count, for a token or
+against it (``odds``). And they are found by n-grams, in place of a suffix tree, so that old text can be forgotten
+exactly.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,14 +17,14 @@ from outrider.core.draft import Draft
 from outrider.core.settings import check_settings, setting
 from outrider.core.types import Commit, FinishReason, Span
 from outrider.spec.proposer import DraftContext, Proposer
-from outrider.spec.text_index import BETWEEN, TextIndex, lasting
+from outrider.spec.text_index import BETWEEN, TextIndex
 
 LENGTHS = (8, 4, 2, 1)
 """The n-grams that are kept; a match is then followed backwards to its full length."""
 SCANNED = 16
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
-SHARPNESS = 4.0
-"""How many times as much an occurrence counts that agrees with the end of the text in one token more."""
+EVIDENCE = 0.8
+"""The odds of what followed a single token the one other time it was there."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SuffixSettings:
     suffix_decoding_max_tree_depth: int = setting(24, "tokens of the end of the text that are compared", low=1, high=64)
     suffix_decoding_max_spec_factor: float = setting(4.0, "draft tokens for each token that matched", low=0, high=256)
     suffix_decoding_min_token_prob: float = setting(
-        0.2, "how likely a draft token must be, by the occurrences found", low=0, high=1
+        0.19, "how likely a draft token must be, by the occurrences found", low=0, high=1
     )
     suffix_decoding_branches: int = setting(3, "continuations of a draft token; 1 drafts a chain", low=1, high=16)
     suffix_decoding_max_cached_requests: int = setting(0, "finished answers to remember for later requests", low=0)
@@ -77,8 +77,8 @@ class Memory:
             del self._indexes[tenant]
 
 
-_Place = tuple[list[int], int, float]
-"""A text, where in it the continuation begins, and how much that counts."""
+_Place = tuple[list[int], int, int]
+"""A text, where in it the continuation begins, and how many tokens before agree with the end of the text."""
 
 
 class Suffix(Proposer):
@@ -98,19 +98,21 @@ class Suffix(Proposer):
     def observe(self, commits: Sequence[Commit]) -> None:
         """Indexes a long prompt chunk by chunk; remembers answers that came to their own end."""
         for commit in commits:
-            seq = commit.seq
-            if commit.finish in (FinishReason.STOP, FinishReason.LENGTH):
+            seq, finish = commit.span.seq, commit.finish
+            if finish is None:
+                if seq.max_draft:
+                    self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
+            elif finish in (FinishReason.STOP, FinishReason.LENGTH):
                 self.memory.add(seq.spec.tenant, seq.output_ids)
-            elif seq.max_draft and commit.finish is None:
-                self._index_of(seq.id).keep_up(seq.tokens, seq.n_computed)
 
     def release(self, seq_id: int) -> None:
         self._indexes.pop(seq_id, None)
 
     def _index_of(self, seq_id: int) -> TextIndex:
-        if seq_id not in self._indexes:
-            self._indexes[seq_id] = TextIndex(LENGTHS)
-        return self._indexes[seq_id]
+        index = self._indexes.get(seq_id)
+        if index is None:
+            index = self._indexes[seq_id] = TextIndex(LENGTHS)
+        return index
 
     def _look_up(self, span: Span, ahead: list[int], budget: int) -> Draft:
         """What may follow the sequence and the tokens ``ahead`` of it."""
@@ -120,63 +122,76 @@ class Suffix(Proposer):
         remembered = self.memory.of(span.seq.spec.tenant)
         context = (tokens[-depth:] + ahead)[-depth:]
         places: list[_Place] = []
-        longest = 0
         for index in (own, remembered) if remembered is not None else (own,):
-            for at, agreeing in matches(index, context):
-                places.append((index.tokens, at, SHARPNESS**agreeing))
-                longest = max(longest, agreeing)
+            places += [(index.tokens, at, agreeing) for at, agreeing in matches(index, context)]
         if not places:
             return Draft.nothing("no end of the text was seen before")
+        longest = max([agreeing for _, _, agreeing in places])
         nodes = min(budget, int(self.settings.suffix_decoding_max_spec_factor * longest))
         if nodes < 1:
             return Draft.nothing("too little of the end of the text was seen before")
-        return self._grow(places, ahead, nodes, longest)
+        return self._grow(places, ahead, nodes)
 
-    def _grow(self, places: list[_Place], ahead: list[int], nodes: int, longest: int) -> Draft:
-        """The ``nodes`` likeliest tokens as a tree, the likeliest first.
-
-        A path is as likely as the share of ``places`` that go along it, beside an imagined one that agrees in a single
-        token and goes on otherwise; and as the match is to go on for so long.
-        """
-        whole = SHARPNESS + sum(weight for _, _, weight in places)
+    def _grow(self, places: list[_Place], ahead: list[int], nodes: int) -> Draft:
+        """The ``nodes`` likeliest tokens as a tree, the likeliest first; of the places that go along a path, those that
+        go on with a token speak for it, and the others against it."""
         least, branches = self.settings.suffix_decoding_min_token_prob, self.settings.suffix_decoding_branches
         tokens: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
-        waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest first, then the earliest
+        waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest last, of equals the earliest
         order = 0
-
-        def offer(parent: int, depth: int, group: list[_Place]) -> None:
-            nonlocal order
+        depth, group, sure = 0, places, 1.0
+        while len(tokens) < nodes:
             following: dict[int, list[_Place]] = {}
-            weights: dict[int, float] = {}
             for place in group:
-                text, at, weight = place
+                text, at, _ = place
                 token = text[at + depth] if at + depth < len(text) else _token(place, depth, ahead)
                 if token in following:
                     following[token].append(place)
-                    weights[token] += weight
                 else:
-                    following[token], weights[token] = [place], weight
-            lasts = lasting(longest, depth + 1) / whole
-            likely = [token for token in weights if weights[token] * lasts >= least and token != BETWEEN]
+                    following[token] = [place]
+            depth += 1
+            likely = [(sure * chance, token) for chance, token in _chances(following) if sure * chance >= least]
             if len(likely) > 1:
-                likely.sort(key=lambda token: -weights[token])
-            for token in likely[:branches]:
-                heapq.heappush(waiting, (-weights[token] * lasts, order, parent, depth + 1, token, following[token]))
-                order += 1
-
-        offer(-1, 0, places)
-        while waiting and len(tokens) < nodes:
-            chance, _, parent, depth, token, heirs = heapq.heappop(waiting)
+                likely.sort(key=lambda each: -each[0])
+            for chance, token in likely[:branches]:
+                order -= 1
+                waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
+            if not waiting:
+                break
+            if len(waiting) > 1:
+                waiting.sort()
+            sure, _, parent, depth, token, group = waiting.pop()
             tokens.append(token)
             parents.append(parent)
-            confidence.append(-chance)
-            if len(tokens) < nodes:
-                offer(len(tokens) - 1, depth, heirs)
+            confidence.append(sure)
         if not tokens:
             return Draft.nothing("no continuation is likely enough")
         return Draft(tuple(tokens), tuple(parents), (None,) * len(tokens), confidence=tuple(confidence))
+
+
+def odds(agreeing: int, places: int, rival: int, others: int) -> float:
+    """The odds of a token that stands at ``places`` places, the best of which agrees in ``agreeing`` tokens with the
+    end of the text, where at ``others`` places, the best of which agrees in ``rival`` tokens, another one stands.
+
+    It does as well as a logistic fit with ten factors. ``EVIDENCE`` is the likeliest for 450 answers of the default
+    model to prompts other than those of the benchmarks.
+    """
+    return EVIDENCE * agreeing * places / ((1 + rival) * math.sqrt(1 + others))
+
+
+def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
+    """The chance of each token by the places that it follows, in their order; no token ends a text."""
+    best = {token: max([agreeing for _, _, agreeing in places]) for token, places in following.items()}
+    total = sum([len(places) for places in following.values()])
+    chances = []
+    for token, places in following.items():
+        if token != BETWEEN:
+            rival = max([other for each, other in best.items() if each != token], default=0)
+            fair = odds(best[token], len(places), rival, total - len(places))
+            chances.append((fair / (1 + fair), token))
+    return chances
 
 
 def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
@@ -185,11 +200,12 @@ def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
     for n in LENGTHS:
         if n > len(context):
             continue
-        for at in index.places(context[-n:]):
+        for at in index.places(context[-n:], SCANNED):
             if len(found) == SCANNED:
                 return list(found.items())
             if at not in found:
                 found[at] = index.agreeing(at, context, n)
+        context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
     return list(found.items())
 
 
