@@ -9,8 +9,8 @@ namespace {
 
 constexpr int64_t kTileRows = 8;  // rows that share keys and values in the cache
 
-void require(bool ok, const std::string& what) {
-  if (!ok) throw std::invalid_argument("batch: " + what);
+void require(bool ok, const char* what) {
+  if (!ok) throw std::invalid_argument(std::string("batch: ") + what);
 }
 
 }  // namespace
@@ -41,11 +41,11 @@ Plan::Plan(const BatchView& b)
     }
     std::vector<int32_t> list(static_cast<size_t>(length));
     const int64_t* table = b.block_tables + static_cast<int64_t>(s) * b.table_width;
-    for (int64_t i = 0; i < length; i++) {
-      const int64_t block = table[i / b.block_size];
-      require(block >= 0 && block < INT32_MAX / b.block_size, "a block is out of range");
-      list[static_cast<size_t>(i)] = static_cast<int32_t>(block * b.block_size + i % b.block_size);
-      max_slot_ = std::max(max_slot_, block * b.block_size + i % b.block_size);
+    for (int64_t start = 0; start < length; start += b.block_size, table++) {
+      require(*table >= 0 && *table < INT32_MAX / b.block_size, "a block is out of range");
+      const int64_t first = *table * b.block_size, end = std::min(start + b.block_size, length);
+      for (int64_t i = start; i < end; i++) list[static_cast<size_t>(i)] = static_cast<int32_t>(first + i - start);
+      max_slot_ = std::max(max_slot_, first + end - start - 1);
     }
     lists_.push_back(std::move(list));
   }
