@@ -392,34 +392,3 @@ def test_a_dead_engine_ends_the_server(folder: str, monkeypatch: pytest.MonkeyPa
         assert serve(Service.of(engine, settings), bound, on_start=asked[0].start) is False
     asked[0].join(60)
     assert replies == [503]
-
-
-def test_what_comes_within_the_interval_goes_together(llm: LLM) -> None:
-    async def work() -> None:
-        loop = await started(llm.engine, interval=1e6)
-        stream = await loop.submit([[5, 6, 7]], SHORT, PLAIN)
-        pieces = [len(delta.token_ids) async for delta in stream.deltas()]
-        assert pieces == [1, 4]  # the first at once, the rest with the end
-        stream.close()
-        await loop.stop()
-
-    run(work())
-
-
-def test_nothing_is_held_back_over_the_step_of_a_prompt(llm: LLM) -> None:
-    """A prompt that comes meanwhile may take long: what the others have gained is told before."""
-
-    async def work() -> None:
-        loop = await started(llm.engine, interval=1e6)
-        first = await loop.submit([[5, 6, 7]], LONG, PLAIN)
-        given = first.deltas()
-        got = len((await given.__anext__()).token_ids)
-        await until(lambda: len(first.requests[0].pending) > 2)
-        second = await loop.submit([[8, 9]], SHORT, PLAIN)
-        got += len((await given.__anext__()).token_ids)
-        assert 3 < got < 900
-        first.close()
-        second.close()
-        await loop.stop()
-
-    run(work())
