@@ -16,6 +16,10 @@ FORGOTTEN = 0.001
 """Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
 REDRAWN = 32
 """Steps after which the curve of costs is drawn anew."""
+NEW = 64
+"""Steps that are learnt from one by one; from then on"""
+AT_ONCE = 8
+"""so many at once: that takes little more time than one."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,8 @@ class Costs:
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
         self._age = 0
-        self._seen = 0
+        self._seen = 0  # steps that were learnt from
+        self._new: list[tuple[int, float, float, float, float]] = []  # those that were not yet
 
     @property
     def per_seen(self) -> float:
@@ -133,6 +138,7 @@ class Costs:
         It is drawn anew now and then only.
         """
         if self._age >= REDRAWN:
+            self._catch_up()
             self._curve, self._age = [], 0
         while len(self._curve) <= rows:
             n = len(self._curve)
@@ -143,13 +149,23 @@ class Costs:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor
         draft."""
         self._age += 1
+        self._new.append((rows, read, seen, forward, other))
+        if len(self._new) == AT_ONCE or self._seen < NEW:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        for step in self._new:
+            self._learn(*step)
+        self._new.clear()
+
+    def _learn(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
+        self._seen += 1
         self.other.add(rows, other)
         own = self._bare(rows)  # the part without context
         i, share, _ = self._places[rows]
         nearest = i if share > 0.5 or not i else i - 1
         expected = own + self.weight * (self.table.per_read * read + self.table.per_seen * seen)
         ratio = forward / expected
-        self._seen += 1
         if self._seen > 8:
             ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
         rate = max(0.05, 1 / self._seen)
