@@ -12,7 +12,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 from outrider.core.config import MAX_AUTO_DRAFT, MAX_DRAFT
 from outrider.core.draft import Draft
@@ -23,7 +22,8 @@ from outrider.spec.choice import Choice, Speed, kind_of
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
 from outrider.spec.goodput import Wish, best_budgets
-from outrider.spec.survival import TOLD, Calibration, Luck, Survival
+from outrider.spec.known import MEMORY, PULL, Drafter, Request
+from outrider.spec.survival import TOLD
 
 logger = logging.getLogger("outrider")
 
@@ -35,12 +35,6 @@ BESIDE = 2.0
 """What a probe takes of the controller's own time, in those of weighing it: learning from it takes as long."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
-MEMORY = 100
-"""Drafts that an estimate of one request looks back on."""
-LUCK_MEMORY = 33
-"""Drafts that the luck of one request looks back on."""
-PULL = 3
-"""Drafts of a request that count as much as what is known of others."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
@@ -62,46 +56,6 @@ PAYS = "drafts pay again"
 SURELY = (1.0,) * MAX_DRAFT
 """The presence of rows that are there."""
 JOINS = Draft.nothing("its prompt was only just read")
-UNDECIDED = Draft.nothing("whether drafting pays is not decided yet")
-
-
-@dataclass
-class _Drafter:
-    """What is known of a drafter over all requests."""
-
-    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
-    calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
-    cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
-    whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
-    sure: bool = False  # it says how sure it is of its rows: ``trim`` submits those that pay
-    luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
-
-
-@dataclass
-class _Request:
-    """What is known of one sequence, and what it is doing in this step."""
-
-    drafter: str
-    known: _Drafter
-    survival: Survival
-    luck: Luck
-    kind: str
-    on: bool | None = None  # None: not decided yet
-    reason: str = ""
-    refused: Draft = UNDECIDED  # what it gets where it drafts nothing
-    wish: Wish | None = None  # None: to be made anew
-    planned: int = 0  # rows, by the decision in force
-    price: float = math.inf  # seconds that a probe costs, or a row more
-    account: float = 0.0  # seconds that may be lost to trying
-    asked: int = 0  # rows, in this step
-    trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
-    sent: int = 0  # rows that were submitted
-    context: int = 0  # tokens that each of them sees
-    probing: bool = False
-    drafts: int = 0
-    weighed: int = 0  # of these, by their drafter's confidence
-    confidence: Sequence[float] = ()  # of the rows that were submitted
-    expected: float = 0.0  # of these, how many should be accepted by the calibration
 
 
 class AutoLength(DraftController):
@@ -114,10 +68,10 @@ class AutoLength(DraftController):
         self.longest = longest
         self.changes = 0
         self._tell = on_change or logger.info
-        self._drafters: dict[str, _Drafter] = {}
-        self._requests: dict[int, _Request] = {}
+        self._drafters: dict[str, Drafter] = {}
+        self._requests: dict[int, Request] = {}
         self._choices: dict[str, Choice] = {}
-        self._running: list[_Request] = []  # whom the decision in force is about
+        self._running: list[Request] = []  # whom the decision in force is about
         self._ids: list[int] = []
         self._news = self._age = 0  # since then: wishes that have changed, steps
         self._read = self._seen = 0  # tokens of context in this step: of its sequences, and of all its rows
@@ -129,7 +83,7 @@ class AutoLength(DraftController):
         self._weighing = Line(200)  # seconds of a step for weighing its drafts, by their number
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
-        self._recent: _Request | None = None
+        self._recent: Request | None = None
         self._on = False
         self._changed: float | None = None
 
@@ -216,7 +170,7 @@ class AutoLength(DraftController):
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
         lengths: list[int] = []
-        weighed: list[tuple[int, _Request]] = []
+        weighed: list[tuple[int, Request]] = []
         for i, span in enumerate(spans):
             draft, rows = span.draft, len(span.draft.tokens)
             lengths.append(rows)
@@ -240,7 +194,7 @@ class AutoLength(DraftController):
         self._read, self._seen = read, seen
         return lengths
 
-    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
+    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Request]]) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
         wishes, expected, wished = [], [], 0
         for i, request in weighed:
@@ -330,20 +284,18 @@ class AutoLength(DraftController):
             self._spent,
         )
 
-    def _request(self, seq: Seq) -> _Request:
+    def _request(self, seq: Seq) -> Request:
         name = seq.spec.drafter or ""
         request = self._requests.get(seq.id)
         if request is None or request.drafter != name:
-            drafter = self._drafters.setdefault(name, _Drafter())
-            survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
-            luck = Luck(LUCK_MEMORY, drafter.luck.ratio)
-            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, kind_of(seq.params))
+            drafter = self._drafters.setdefault(name, Drafter())
+            request = self._requests[seq.id] = Request.new(name, drafter, kind_of(seq.params))
             request.account = GRANT * self._token_seconds
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
         return request
 
-    def _wish(self, request: _Request, span: Span) -> Wish:
+    def _wish(self, request: Request, span: Span) -> Wish:
         if request.wish is not None and (len(request.wish.survival) <= span.budget):
             return request.wish
         drafter, depth = request.known, min(span.budget, self.longest)
@@ -383,7 +335,7 @@ class AutoLength(DraftController):
         if total:
             self._weighing.add(total, max(0.0, record.times.draft - sum(record.draft_seconds.values())))
 
-    def _learn(self, request: _Request, span: SpanRecord, per_row: float) -> float:
+    def _learn(self, request: Request, span: SpanRecord, per_row: float) -> float:
         """What a draft was worth, and the seconds that it cost."""
         if not request.asked:
             return 0.0
@@ -411,7 +363,7 @@ class AutoLength(DraftController):
         request.asked = 0
         return cost
 
-    def _change(self, seq_id: int, request: _Request, on: bool, reason: str) -> None:
+    def _change(self, seq_id: int, request: Request, on: bool, reason: str) -> None:
         first = request.on is None  # it had no mind to change
         request.on, request.reason = on, "" if on else reason
         request.refused = Draft.nothing(request.reason or TOO_LITTLE)

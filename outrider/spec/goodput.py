@@ -73,9 +73,7 @@ def best_budgets(
     return Decision(tuple(budgets), best, plain)
 
 
-def _best_length(
-    wish: Wish, rows: int, tokens: float, seconds: Sequence[float], room: int, fixed: float
-) -> Decision:
+def _best_length(wish: Wish, rows: int, tokens: float, seconds: Sequence[float], room: int, fixed: float) -> Decision:
     """The same for one sequence alone, whose rows come one after the other."""
     time = seconds[rows] + fixed
     plain = best = tokens / time
