@@ -198,10 +198,13 @@ class AutoLength(DraftController):
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
         wishes, expected, wished = [], [], 0
         for i, request in weighed:
-            chances = request.known.calibration.chances(spans[i].draft.confidence or ())
-            lucky, ratio = [], request.luck.ratio
-            for chance in chances:
-                lucky.append(min(1.0, chance * ratio))
+            chances: list[float] = []
+            lucky: list[float] = []
+            least, ratio = 1.0, request.luck.ratio
+            for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
+                least = min(least, chance)
+                chances.append(least)
+                lucky.append(min(1.0, least * ratio))
             wishes.append(Wish(lucky, SURELY, row=self.costs.per_seen * request.context))
             expected.append(chances)  # as they are: luck that is cut off at 1 would confirm itself
             wished += lengths[i]

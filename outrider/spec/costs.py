@@ -16,10 +16,8 @@ FORGOTTEN = 0.001
 """Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
 REDRAWN = 32
 """Steps after which the curve of costs is drawn anew."""
-NEW = 64
-"""Steps that are learnt from one by one; from then on"""
 AT_ONCE = 8
-"""so many at once: that takes little more time than one."""
+"""Steps that wait at most to be learnt from, until a cost is asked for: several take little more time than one."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +109,18 @@ class Costs:
     @property
     def per_seen(self) -> float:
         """Seconds of a row for each token of context that it sees."""
+        self._catch_up()
         return self.speed * self.weight * self.table.per_seen
 
     def context(self, read: float, seen: float) -> float:
         """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
+        self._catch_up()
         return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
 
     def forward(self, rows: int, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
-        return self.speed * self._bare(rows) + self.context(read, seen)
+        context = self.context(read, seen)
+        return self.speed * self._bare(rows) + context
 
     def _bare(self, rows: int) -> float:
         """Seconds of a pass on the table's machine, context excepted, by what was learnt about these rows."""
@@ -138,8 +139,9 @@ class Costs:
         It is drawn anew now and then only.
         """
         if self._age >= REDRAWN:
-            self._catch_up()
             self._curve, self._age = [], 0
+        if len(self._curve) <= rows:
+            self._catch_up()
         while len(self._curve) <= rows:
             n = len(self._curve)
             self._curve.append(self.speed * self._bare(n) + self.other.at(n))
@@ -150,7 +152,7 @@ class Costs:
         draft."""
         self._age += 1
         self._new.append((rows, read, seen, forward, other))
-        if len(self._new) == AT_ONCE or self._seen < NEW:
+        if len(self._new) == AT_ONCE:
             self._catch_up()
 
     def _catch_up(self) -> None:

@@ -144,12 +144,8 @@ class Calibration:
         self._worth = [accepted / 4.0 for accepted in self._accepted]
 
     def chances(self, confidence: Sequence[float]) -> list[float]:
-        """The chance of each row to be accepted; it never rises from row to row."""
-        found, least = [], 1.0
-        for value in confidence:
-            least = min(least, self._worth[_class(value)])
-            found.append(least)
-        return found
+        """The chance of each row to be accepted."""
+        return [self._worth[_class(value)] for value in confidence]
 
     def add(self, confidence: Sequence[float], accepted: Collection[int]) -> None:
         """Rows of this confidence were verified, and those ``accepted`` were right."""
