@@ -12,10 +12,8 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from itertools import accumulate
 
-from outrider.core.config import MAX_AUTO_DRAFT
+from outrider.core.config import MAX_AUTO_DRAFT, MAX_DRAFT
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams
 from outrider.core.types import Sequence as Seq
@@ -24,7 +22,8 @@ from outrider.spec.choice import Choice, Speed, kind_of
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
 from outrider.spec.goodput import Wish, best_budgets
-from outrider.spec.survival import TOLD, Calibration, Luck, Survival
+from outrider.spec.known import MEMORY, PULL, Drafter, Request
+from outrider.spec.survival import TOLD
 
 logger = logging.getLogger("outrider")
 
@@ -36,12 +35,6 @@ BESIDE = 2.0
 """What a probe takes of the controller's own time, in those of weighing it: learning from it takes as long."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
-MEMORY = 100
-"""Drafts that an estimate of one request looks back on."""
-LUCK_MEMORY = 33
-"""Drafts that the luck of one request looks back on."""
-PULL = 3
-"""Drafts of a request that count as much as what is known of others."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
@@ -60,47 +53,9 @@ TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
 IDLE = "little is found to draft"
 PAYS = "drafts pay again"
+SURELY = (1.0,) * MAX_DRAFT
+"""The presence of rows that are there."""
 JOINS = Draft.nothing("its prompt was only just read")
-UNDECIDED = Draft.nothing("whether drafting pays is not decided yet")
-
-
-@dataclass
-class _Drafter:
-    """What is known of a drafter over all requests."""
-
-    survival: Survival = field(default_factory=lambda: Survival(memory=50, pull=4))  # of new requests
-    calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
-    cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
-    whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
-    sure: bool = False  # it says how sure it is of its rows: ``trim`` submits those that pay
-    luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
-
-
-@dataclass
-class _Request:
-    """What is known of one sequence, and what it is doing in this step."""
-
-    drafter: str
-    known: _Drafter
-    survival: Survival
-    luck: Luck
-    kind: str
-    on: bool | None = None  # None: not decided yet
-    reason: str = ""
-    refused: Draft = UNDECIDED  # what it gets where it drafts nothing
-    wish: Wish | None = None  # None: to be made anew
-    planned: int = 0  # rows, by the decision in force
-    price: float = math.inf  # seconds that a probe costs, or a row more
-    account: float = 0.0  # seconds that may be lost to trying
-    asked: int = 0  # rows, in this step
-    trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
-    sent: int = 0  # rows that were submitted
-    context: int = 0  # tokens that each of them sees
-    probing: bool = False
-    drafts: int = 0
-    weighed: int = 0  # of these, by their drafter's confidence
-    confidence: Sequence[float] = ()  # of the rows that were submitted
-    expected: float = 0.0  # of these, how many should be accepted by the calibration
 
 
 class AutoLength(DraftController):
@@ -113,10 +68,10 @@ class AutoLength(DraftController):
         self.longest = longest
         self.changes = 0
         self._tell = on_change or logger.info
-        self._drafters: dict[str, _Drafter] = {}
-        self._requests: dict[int, _Request] = {}
+        self._drafters: dict[str, Drafter] = {}
+        self._requests: dict[int, Request] = {}
         self._choices: dict[str, Choice] = {}
-        self._running: list[_Request] = []  # whom the decision in force is about
+        self._running: list[Request] = []  # whom the decision in force is about
         self._ids: list[int] = []
         self._news = self._age = 0  # since then: wishes that have changed, steps
         self._read = self._seen = 0  # tokens of context in this step: of its sequences, and of all its rows
@@ -126,10 +81,9 @@ class AutoLength(DraftController):
         self._drafted = 0  # steps in which a drafter was asked
         self._planned = False  # in this step
         self._weighing = Line(200)  # seconds of a step for weighing its drafts, by their number
-        self._asked = 0  # drafts, in this step
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
-        self._recent: _Request | None = None
+        self._recent: Request | None = None
         self._on = False
         self._changed: float | None = None
 
@@ -152,10 +106,14 @@ class AutoLength(DraftController):
         elif ids != self._ids:
             self._running, self._ids = [self._request(span.seq) for span in spans], ids
         self._age += 1
-        budgets = [min(r.planned, span.budget) for r, span in zip(self._running, spans, strict=True)]
-        left = rows - sum(budgets)
+        budgets: list[int] = []
+        left = rows
+        for i, span in enumerate(spans):
+            budgets.append(min(self._running[i].planned, span.budget))
+            left -= budgets[i]
         earned, plain = SHARE * self._token_seconds, self._token_seconds
-        for i, (request, span) in enumerate(zip(self._running, spans, strict=True)):
+        for i, span in enumerate(spans):
+            request = self._running[i]
             request.probing = False
             budget, price = budgets[i], request.price
             share = 1.5 if not budget else 2.0  # the rest of the account is left for ``trim``
@@ -211,66 +169,73 @@ class AutoLength(DraftController):
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
-        lengths = [len(span.draft) for span in spans]
-        weighed: list[tuple[int, _Request]] = []
+        lengths: list[int] = []
+        weighed: list[tuple[int, Request]] = []
         for i, span in enumerate(spans):
+            draft, rows = span.draft, len(span.draft.tokens)
+            lengths.append(rows)
             request = self._requests.get(span.seq.id)
             if request is None:
                 continue
-            draft = span.draft
-            request.asked, request.trusted, request.confidence = span.budget, lengths[i], ()
-            request.context = len(span.seq)
-            if not lengths[i]:
-                continue
-            if draft.n_verify < lengths[i]:
+            request.asked, request.context, request.confidence = span.budget, len(span.seq.tokens), ()
+            request.trusted = request.sent = rows
+            if draft.n_verify < rows:
                 request.known.whole = True
-            elif draft.confidence is not None and not any(draft.q):
+            elif rows and draft.confidence is not None and not any(draft.q):
                 request.known.sure = True
                 weighed.append((i, request))
         if weighed:
             self._weigh(spans, lengths, weighed)
-        self._read = self._seen = 0
-        for span, rows in zip(spans, lengths, strict=True):
-            self._read += len(span.seq)
-            self._seen += (span.n_new + rows) * len(span.seq)
-            if span.seq.id in self._requests:
-                self._requests[span.seq.id].sent = rows
-        self._asked = sum(span.budget > 0 for span in spans)
+        read = seen = 0
+        for i, span in enumerate(spans):
+            context = len(span.seq.tokens)
+            read += context
+            seen += (span.n_new + lengths[i]) * context
+        self._read, self._seen = read, seen
         return lengths
 
-    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, _Request]]) -> None:
+    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Request]]) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
-        wishes, expected = [], []
+        wishes, expected, wished = [], [], 0
         for i, request in weighed:
-            chances = list(accumulate(request.known.calibration.chances(spans[i].draft.confidence or ()), min))
-            lucky = [min(1.0, chance * request.luck.ratio) for chance in chances]
-            wishes.append(Wish(lucky, (1.0,) * len(lucky), row=self.costs.per_seen * request.context))
+            chances: list[float] = []
+            lucky: list[float] = []
+            least, ratio = 1.0, request.luck.ratio
+            for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
+                least = min(least, chance)
+                chances.append(least)
+                lucky.append(min(1.0, least * ratio))
+            wishes.append(Wish(lucky, SURELY, row=self.costs.per_seen * request.context))
             expected.append(chances)  # as they are: luck that is cut off at 1 would confirm itself
-        wished = sum(lengths[i] for i, _ in weighed)
-        ends = [len(span.seq) for span in spans if span.reaches_end]
-        own_rows = len(ends) + sum(lengths) - wished
+            wished += lengths[i]
+        ends = read = 0
+        for span in spans:
+            if span.reaches_end:
+                ends += 1
+                read += len(span.seq.tokens)
+        own_rows = ends + sum(lengths) - wished
         seconds = self.costs.curve(own_rows + wished + 2)
-        fixed = self.costs.context(sum(ends), sum(ends))
-        decision = best_budgets(wishes, own_rows, len(ends), seconds, wished, fixed)
+        decision = best_budgets(wishes, own_rows, ends, seconds, wished, self.costs.context(read, read))
         kept_rows = own_rows + sum(decision.budgets)
         more = max(0.0, seconds[kept_rows + 1] - seconds[kept_rows])
-        for (i, request), wish, chances, kept in zip(weighed, wishes, expected, decision.budgets, strict=True):
-            request.trusted = kept
+        for n, (i, request) in enumerate(weighed):
+            kept = request.trusted = decision.budgets[n]
+            price = more + wishes[n].row
             dropped = kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0)
-            if dropped and request.account >= more + wish.row:
+            if dropped and request.account >= price:
                 # A row more now and then, so that what is never kept is not forgotten.
-                request.account -= more + wish.row
+                request.account -= price
                 kept += 1
-            lengths[i] = kept
+            lengths[i] = request.sent = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
-            request.expected = sum(chances[:kept])
+            request.expected = sum(expected[n][:kept])
 
     def observe(self, record: StepRecord) -> None:
         self._planned = False
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
         if not record.prompt_rows and rows:
             times = record.times
-            other = times.total - times.forward - times.draft
+            other = times.schedule + times.verify + times.commit
             self.costs.observe(rows, self._read, self._seen, times.forward, other)
         if record.draft_seconds:
             self._drafted += 1
@@ -289,19 +254,17 @@ class AutoLength(DraftController):
             self._recent = request
             cost = self._learn(request, span, per_row)
             drafting = drafting or (request.trusted > 0 and not request.probing)
-            own = (span.emitted * self._token_seconds, self._token_seconds + cost)
-            earned, spent = earned + own[0], spent + own[1]
+            gain, loss = span.emitted * self._token_seconds, self._token_seconds + cost
+            earned, spent = earned + gain, spent + loss
             choice = self._choices.get(request.kind)
             if choice is not None:
-                choice.speed_of(request.drafter).add(*own)
+                choice.speed_of(request.drafter).add(gain, loss)
         self._share += 0.03 * (drafting - self._share)
         if self._share < OFF if self._on else self._share > ON:
             self._on, self._changed = not self._on, time.perf_counter()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
-        if self._asked:
-            self._weighing.add(self._asked, max(0.0, record.times.draft - sum(record.draft_seconds.values())))
 
     @property
     def status(self) -> SpecStatus:
@@ -324,20 +287,18 @@ class AutoLength(DraftController):
             self._spent,
         )
 
-    def _request(self, seq: Seq) -> _Request:
+    def _request(self, seq: Seq) -> Request:
         name = seq.spec.drafter or ""
         request = self._requests.get(seq.id)
         if request is None or request.drafter != name:
-            drafter = self._drafters.setdefault(name, _Drafter())
-            survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
-            luck = Luck(LUCK_MEMORY, drafter.luck.ratio)
-            request = self._requests[seq.id] = _Request(name, drafter, survival, luck, kind_of(seq.params))
+            drafter = self._drafters.setdefault(name, Drafter())
+            request = self._requests[seq.id] = Request.new(name, drafter, kind_of(seq.params))
             request.account = GRANT * self._token_seconds
             if len(self._requests) > REMEMBERED:
                 del self._requests[next(iter(self._requests))]
         return request
 
-    def _wish(self, request: _Request, span: Span) -> Wish:
+    def _wish(self, request: Request, span: Span) -> Wish:
         if request.wish is not None and (len(request.wish.survival) <= span.budget):
             return request.wish
         drafter, depth = request.known, min(span.budget, self.longest)
@@ -352,19 +313,32 @@ class AutoLength(DraftController):
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
             if request.on:
                 doubt = DOUBT / math.sqrt(PULL + request.survival.known)
-            chances = (min(1.0, s + doubt * math.sqrt(s * (1 - s))) for s in survival[:depth] if s)
-            wish = Wish(list(accumulate(chances, min)), presence, drafter.cost.base, drafter.cost.slope, row)
+            chances, least = [], 1.0
+            for s in survival[:depth]:
+                if not s:
+                    break
+                least = min(least, s + doubt * math.sqrt(s * (1 - s)))
+                chances.append(least)
+            wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
         request.wish = wish
         return wish
 
     def _learn_draft_costs(self, record: StepRecord) -> None:
+        total = 0
         for name, seconds in record.draft_seconds.items():
-            own = [self._requests.get(span.seq_id) for span in record.spans if span.drafter == name]
-            asked = [request.asked for request in own if request is not None and request.asked]
-            if asked and name in self._drafters:
-                self._drafters[name].cost.add(sum(asked) / len(asked), seconds / len(asked))
+            drafts = rows = 0
+            for span in record.spans:
+                request = self._requests.get(span.seq_id)
+                if request is not None and request.asked and span.drafter == name:
+                    drafts += 1
+                    rows += request.asked
+            if drafts and name in self._drafters:
+                self._drafters[name].cost.add(rows / drafts, seconds / drafts)
+            total += drafts
+        if total:
+            self._weighing.add(total, max(0.0, record.times.draft - sum(record.draft_seconds.values())))
 
-    def _learn(self, request: _Request, span: SpanRecord, per_row: float) -> float:
+    def _learn(self, request: Request, span: SpanRecord, per_row: float) -> float:
         """What a draft was worth, and the seconds that it cost."""
         if not request.asked:
             return 0.0
@@ -382,8 +356,9 @@ class AutoLength(DraftController):
             request.weighed += 1
             if request.weighed <= TOLD:
                 drafter.luck.add(request.expected, span.accepted)
-        per_row += self.costs.per_seen * request.context
-        cost = drafter.cost.at(request.asked) + per_row * request.sent
+        cost = drafter.cost.at(request.asked)
+        if request.sent:
+            cost += (per_row + self.costs.per_seen * request.context) * request.sent
         if request.probing:
             won = span.accepted * self._token_seconds
             lost = cost + BESIDE * self._weighing.slope
@@ -391,7 +366,7 @@ class AutoLength(DraftController):
         request.asked = 0
         return cost
 
-    def _change(self, seq_id: int, request: _Request, on: bool, reason: str) -> None:
+    def _change(self, seq_id: int, request: Request, on: bool, reason: str) -> None:
         first = request.on is None  # it had no mind to change
         request.on, request.reason = on, "" if on else reason
         request.refused = Draft.nothing(request.reason or TOO_LITTLE)

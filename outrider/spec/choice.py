@@ -14,6 +14,8 @@ TRIES = 4
 """or this many requests, of however many steps."""
 EVERY = 20
 """Of so many requests one goes to another drafter than the best, in turn."""
+KEPT = 1 - 1 / 150
+"""What a speed keeps from step to step."""
 BETTER = 1.03
 """A drafter replaces the one in use when it is so many times as fast."""
 
@@ -22,16 +24,14 @@ BETTER = 1.03
 class Speed:
     """Plain decoding's seconds for the tokens that came out, over the seconds that were spent; both fade."""
 
-    memory: float = 150.0
     earned: float = 0.0
     spent: float = 0.0
     steps: float = 0.0
 
     def add(self, earned: float, spent: float) -> None:
-        keep = 1 - 1 / self.memory
-        self.earned = self.earned * keep + earned
-        self.spent = self.spent * keep + spent
-        self.steps = self.steps * keep + 1
+        self.earned = self.earned * KEPT + earned
+        self.spent = self.spent * KEPT + spent
+        self.steps = self.steps * KEPT + 1
 
     @property
     def ratio(self) -> float:

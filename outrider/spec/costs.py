@@ -16,6 +16,8 @@ FORGOTTEN = 0.001
 """Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
 REDRAWN = 32
 """Steps after which the curve of costs is drawn anew."""
+AT_ONCE = 8
+"""Steps that wait at most to be learnt from, until a cost is asked for: several take little more time than one."""
 
 
 @dataclass(frozen=True)
@@ -101,20 +103,24 @@ class Costs:
         self.other = Line(200)  # seconds of a step outside of forward and drafts, by its rows
         self._curve: list[float] = []
         self._age = 0
-        self._seen = 0
+        self._seen = 0  # steps that were learnt from
+        self._new: list[tuple[int, float, float, float, float]] = []  # those that were not yet
 
     @property
     def per_seen(self) -> float:
         """Seconds of a row for each token of context that it sees."""
+        self._catch_up()
         return self.speed * self.weight * self.table.per_seen
 
     def context(self, read: float, seen: float) -> float:
         """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
+        self._catch_up()
         return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
 
     def forward(self, rows: int, read: float, seen: float) -> float:
         """Seconds of a forward pass."""
-        return self.speed * self._bare(rows) + self.context(read, seen)
+        context = self.context(read, seen)
+        return self.speed * self._bare(rows) + context
 
     def _bare(self, rows: int) -> float:
         """Seconds of a pass on the table's machine, context excepted, by what was learnt about these rows."""
@@ -134,6 +140,8 @@ class Costs:
         """
         if self._age >= REDRAWN:
             self._curve, self._age = [], 0
+        if len(self._curve) <= rows:
+            self._catch_up()
         while len(self._curve) <= rows:
             n = len(self._curve)
             self._curve.append(self.speed * self._bare(n) + self.other.at(n))
@@ -143,13 +151,23 @@ class Costs:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor
         draft."""
         self._age += 1
+        self._new.append((rows, read, seen, forward, other))
+        if len(self._new) == AT_ONCE:
+            self._catch_up()
+
+    def _catch_up(self) -> None:
+        for step in self._new:
+            self._learn(*step)
+        self._new.clear()
+
+    def _learn(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
+        self._seen += 1
         self.other.add(rows, other)
         own = self._bare(rows)  # the part without context
         i, share, _ = self._places[rows]
         nearest = i if share > 0.5 or not i else i - 1
         expected = own + self.weight * (self.table.per_read * read + self.table.per_seen * seen)
         ratio = forward / expected
-        self._seen += 1
         if self._seen > 8:
             ratio = min(max(ratio, self.speed / MOST), self.speed * MOST)
         rate = max(0.05, 1 / self._seen)

@@ -8,11 +8,10 @@ a measured curve with steps, so that goodput may fall and rise again on the way.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Wish:
+class Wish(NamedTuple):
     """What drafting for one sequence would bring, row by row, and cost.
 
     ``survival[i]`` is the chance that draft row i is accepted where there is one, and never rises with i;
@@ -28,8 +27,7 @@ class Wish:
     row: float = 0.0
 
 
-@dataclass(frozen=True)
-class Decision:
+class Decision(NamedTuple):
     """Draft rows for each wish; the tokens a second that are expected of them, and of no draft at all."""
 
     budgets: tuple[int, ...]
@@ -46,10 +44,11 @@ def best_budgets(
     ``fixed``, what the wishes say excepted; ``seconds`` reaches further by a row at least than all that may be
     admitted. Where nothing is gained no row is admitted.
     """
+    if len(wishes) == 1:
+        return _best_length(wishes[0], rows, tokens, seconds, room, fixed)
     # The rows of one draft are there together or not at all, those of different drafts are taken at their average.
     order = [(-chance, r, i) for r, wish in enumerate(wishes) for i, chance in enumerate(wish.survival)]
-    if len(wishes) > 1:
-        order.sort()
+    order.sort()
     time = seconds[rows] + fixed
     plain = best = tokens / time
     expected = [0.0] * len(wishes)
@@ -72,3 +71,18 @@ def best_budgets(
     for _, r, _ in order[:taken]:
         budgets[r] += 1
     return Decision(tuple(budgets), best, plain)
+
+
+def _best_length(wish: Wish, rows: int, tokens: float, seconds: Sequence[float], room: int, fixed: float) -> Decision:
+    """The same for one sequence alone, whose rows come one after the other."""
+    time = seconds[rows] + fixed
+    plain = best = tokens / time
+    asking, taken = wish.first, 0
+    for n, chance in enumerate(wish.survival[:room], 1):
+        there = wish.presence[n - 1]
+        tokens += chance * there
+        time += there * (seconds[rows + n] - seconds[rows + n - 1] + wish.row) + asking + wish.each
+        asking = 0.0
+        if tokens > best * time:
+            best, taken = tokens / time, n
+    return Decision((taken,), best, plain)

@@ -20,16 +20,22 @@ TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
 LUCK = 2.0
 """Rows that should be accepted before half is believed of what a request says about the calibration."""
+MANY = 64
+"""Drafts that wait at most to be counted."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
 
 class Counts:
-    """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for."""
+    """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for.
+
+    Drafts are counted by ``catch_up``: several at once take little more time than one.
+    """
 
     def __init__(self, memory: float) -> None:
         """``memory``: drafts after which a count has faded to 1/e."""
         self._keep = 1 - 1 / memory
+        self._new: list[tuple[int, int, Collection[int]]] = []  # drafts that are not counted yet
         self.asked: list[float] = []
         self.filled: list[float] = []  # of these
         self.there: list[float] = []
@@ -37,21 +43,22 @@ class Counts:
 
     def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
         """One draft: ``asked`` rows were allowed, ``there`` were verified, the rows ``accepted`` were right."""
-        keep, there = self._keep, min(there, asked)
-        for counts, rows in (
-            (self.asked, min(asked, SEEKING)),
-            (self.filled, min(asked, SEEKING)),
-            (self.there, there),
-            (self.accepted, there),
-        ):
-            if len(counts) < rows:
-                counts.extend([0.0] * (rows - len(counts)))
-        for i in range(min(asked, SEEKING)):
-            self.asked[i] = self.asked[i] * keep + 1
-            self.filled[i] = self.filled[i] * keep + (i < there)
-        for i in range(there):
-            self.there[i] = self.there[i] * keep + 1
-            self.accepted[i] = self.accepted[i] * keep + (i in accepted)
+        self._new.append((asked, there, accepted))
+        if len(self._new) == MANY:
+            self.catch_up()
+
+    def catch_up(self) -> None:
+        """Counts the drafts that were added since."""
+        keep = self._keep
+        for rows, there, right in self._new:
+            there, sought = min(there, rows), min(rows, SEEKING)
+            _reach(sought, self.asked, self.filled)
+            _reach(there, self.there, self.accepted)
+            self.asked[:sought] = [count * keep + 1 for count in self.asked[:sought]]
+            self.filled[:sought] = [count * keep + (i < there) for i, count in enumerate(self.filled[:sought])]
+            self.there[:there] = [count * keep + 1 for count in self.there[:there]]
+            self.accepted[:there] = [count * keep + (i in right) for i, count in enumerate(self.accepted[:there])]
+        self._new.clear()
 
 
 class Survival:
@@ -78,11 +85,13 @@ class Survival:
     @property
     def known(self) -> float:
         """Drafts that are looked back on."""
+        self.counts.catch_up()
         return self.counts.there[0] if self.counts.there else 0.0
 
     @property
     def tried(self) -> int:
         """Rows of the longest draft there was."""
+        self.counts.catch_up()
         return len(self.counts.there)
 
     def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
@@ -96,22 +105,24 @@ class Survival:
             return survival, presence
         survival, presence = self._known = [], []
         counts, pull = self.counts, self._pull
-        base = ([], []) if self._prior is None else self._prior.estimate(depth)
-        chance = there = 1.0
+        counts.catch_up()
+        accepted, tried, filled, asked = counts.accepted, counts.there, counts.filled, counts.asked
+        usual, usually = ([], []) if self._prior is None else self._prior.estimate(depth)
+        chance = there = before = 1.0
         step = FIRST_GUESS
         for i in range(depth):
-            if self._prior is not None:
-                before = base[0][i - 1] if i else 1.0
-                step = base[0][i] / before if before > 0 else 0.0
+            if usual:
+                step = usual[i] / before if before > 0 else 0.0
+                before = usual[i]
             guess, likely = chance * step, there
-            if base[1]:
-                likely = min(there, base[1][i])
-            if i < len(counts.there):
-                guess = min(chance, (counts.accepted[i] + pull * guess) / (counts.there[i] + pull))
-            if i < len(counts.asked):
+            if usually:
+                likely = min(there, usually[i])
+            if i < len(tried):
+                guess = min(chance, (accepted[i] + pull * guess) / (tried[i] + pull))
+            if i < len(asked):
                 missing = pull * PATIENCE
-                likely = min(there, (counts.filled[i] + missing * likely) / (counts.asked[i] + missing))
-            if self._prior is None and i and chance > 0:
+                likely = min(there, (filled[i] + missing * likely) / (asked[i] + missing))
+            if not usual and i and chance > 0:
                 step = guess / chance
             if guess < FAINT:
                 survival += [0.0] * (depth - i)
@@ -130,16 +141,19 @@ class Calibration:
         self._keep = 1 - 1 / memory
         self._there = [4.0] * (CONFIDENCE_STEPS + 1)
         self._accepted = [4.0 * i / CONFIDENCE_STEPS for i in range(CONFIDENCE_STEPS + 1)]
+        self._worth = [accepted / 4.0 for accepted in self._accepted]
 
     def chances(self, confidence: Sequence[float]) -> list[float]:
         """The chance of each row to be accepted."""
-        return [self._accepted[k] / self._there[k] for k in _classes(confidence)]
+        return [self._worth[_class(value)] for value in confidence]
 
     def add(self, confidence: Sequence[float], accepted: Collection[int]) -> None:
         """Rows of this confidence were verified, and those ``accepted`` were right."""
-        for i, k in enumerate(_classes(confidence)):
+        for i, value in enumerate(confidence):
+            k = _class(value)
             self._there[k] = self._there[k] * self._keep + 1
             self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
+            self._worth[k] = self._accepted[k] / self._there[k]
 
 
 class Luck:
@@ -160,5 +174,11 @@ class Luck:
         self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
 
 
-def _classes(confidence: Sequence[float]) -> list[int]:
-    return [max(0, min(CONFIDENCE_STEPS, int(CONFIDENCE_STEPS * value + 0.5))) for value in confidence]
+def _reach(rows: int, *counts: list[float]) -> None:
+    """Each of these is for so many rows at least."""
+    for each in counts:
+        each.extend([0.0] * (rows - len(each)))
+
+
+def _class(confidence: float) -> int:
+    return max(0, min(CONFIDENCE_STEPS, int(CONFIDENCE_STEPS * confidence + 0.5)))
