@@ -93,6 +93,14 @@ struct SeenRow {
   int64_t end_stretch() const { return (end + kStretch - 1) / kStretch; }
 };
 
+// Asks for a line of memory, to be kept in the level of cache that `locality` stands for (3: the first). The empty asm is
+// for GCC, which takes a function that only prefetches for one that does nothing, and leaves out the calls.
+template <int locality = 3>
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p, 0, locality);
+  asm volatile("");
+}
+
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What one query has gathered so far: the values' weighted sum [padded], then the greatest score and the weights' sum.
@@ -113,7 +121,7 @@ struct AttendTask {
   int64_t n_ahead, ahead_head;
 };
 
-inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + 2 * kStretch * padded; }
+inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + (kLanes + kStretch) * padded; }
 
 // The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
 // fused multiply-adds where the code says so and nowhere else.
