@@ -1,7 +1,8 @@
 // Attention over paged KV in fp32. Per (row, head) and stretch of positions: scores of the seen slots, their softmax
 // weights relative to the stretch's greatest score, the weighted sum of the values in the order of positions; then the
-// stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). Nothing depends on where
-// a slot lies, on hidden slots in between, or on the other rows of the task, which only share what is in the cache.
+// stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). A score is the sum over
+// the even dims, in their order, plus that over the odd ones. Nothing depends on where a slot lies, on hidden slots in
+// between, or on the other rows of the task, which only share the work of making keys ready.
 #pragma once
 
 #include <cstring>
@@ -89,14 +90,8 @@ struct SlotReader {
   }
 };
 
-inline void turn(const float* const* keys, int64_t d, float* to) { V::pairs(keys, d, to); }
-template <class T>
-void turn(const T* const* keys, int64_t d, T* to) {
-  V::pairs(reinterpret_cast<const uint16_t* const*>(keys), d, reinterpret_cast<uint16_t*>(to));
-}
-
-// Dot products of Q queries with 16 keys, in pairs of dims (see V::pairs): the even dims in their order, the odd ones in
-// theirs, then the two sums.
+// Dot products of Q queries with 16 keys, laid out by V::pairs: one vector holds two dims of eight keys, so that keys
+// need no sum across lanes and a query's two dims are one broadcast.
 template <class T, int Q>
 void score(const float* const* q, const T* keys, int64_t dims, float* const* to) {
   V::F acc[Q][2];
@@ -214,7 +209,7 @@ void attend_to(const AttendTask& t) {
     constexpr bool narrow = sizeof(T) < sizeof(float);
     const bool as_is = narrow && t.n_rows * heads <= V::queries;
     T* const turned = reinterpret_cast<T*>(narrow ? copies : pairs);
-    for (int64_t d = 0; d < pad; d += 16 / sizeof(T)) turn(at, d, turned + d * kLanes);
+    for (int64_t d = 0; d < pad; d += 16 / sizeof(T)) V::pairs(at, d, turned + d * kLanes);
     if (narrow && !as_is) {
       for (int64_t i = 0; i < kLanes * pad; i += kLanes) V::store(pairs + i, wide(turned + i));
     }

@@ -76,25 +76,27 @@ struct V {
     return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(v[a] + at)), load128(v[b] + at), 1);
   }
   static void store256(void* p, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
-  static void pairs(const float* const* keys, int64_t d, float* to) {
-    for (int k : {0, 8, 2, 10}) {
-      const __m256i a = load2(keys, d, k, k + 4), b = load2(keys, d, k + 1, k + 5);
-      store256(to, _mm256_unpacklo_epi64(a, b));
-      store256(to + 32, _mm256_unpackhi_epi64(a, b));
-      to += 8;
-    }
-  }
-  static void pairs(const uint16_t* const* keys, int64_t d, uint16_t* to) {
-    for (int k : {0, 2}) {
-      const __m256i a = load2(keys, d, k, k + 8), b = load2(keys, d, k + 1, k + 9);
-      const __m256i e = load2(keys, d, k + 4, k + 12), f = load2(keys, d, k + 5, k + 13);
-      const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
-      const __m256i low4 = _mm256_unpacklo_epi32(e, f), high4 = _mm256_unpackhi_epi32(e, f);
-      store256(to, _mm256_unpacklo_epi64(low, low4));
-      store256(to + 32, _mm256_unpackhi_epi64(low, low4));
-      store256(to + 64, _mm256_unpacklo_epi64(high, high4));
-      store256(to + 96, _mm256_unpackhi_epi64(high, high4));
-      to += 16;
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (int k : {0, 8, 2, 10}) {
+        const __m256i a = load2(keys, d, k, k + 4), b = load2(keys, d, k + 1, k + 5);
+        store256(to, _mm256_unpacklo_epi64(a, b));
+        store256(to + 32, _mm256_unpackhi_epi64(a, b));
+        to += 8;
+      }
+    } else {
+      for (int k : {0, 2}) {
+        const __m256i a = load2(keys, d, k, k + 8), b = load2(keys, d, k + 1, k + 9);
+        const __m256i e = load2(keys, d, k + 4, k + 12), f = load2(keys, d, k + 5, k + 13);
+        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+        const __m256i low4 = _mm256_unpacklo_epi32(e, f), high4 = _mm256_unpackhi_epi32(e, f);
+        store256(to, _mm256_unpacklo_epi64(low, low4));
+        store256(to + 32, _mm256_unpackhi_epi64(low, low4));
+        store256(to + 64, _mm256_unpacklo_epi64(high, high4));
+        store256(to + 96, _mm256_unpackhi_epi64(high, high4));
+        to += 16;
+      }
     }
   }
   static float sum(F x) {

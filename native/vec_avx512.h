@@ -56,25 +56,24 @@ struct V {
     const I low = _mm512_inserti32x4(_mm512_castsi128_si512(load(a)), load(b), 1);
     return _mm512_inserti32x4(_mm512_inserti32x4(low, load(c), 2), load(d), 3);
   }
-  static void pairs(const float* const* keys, int64_t d, float* to) {
-    for (int k = 0; k < 4; k += 2) {
-      const I a = load4(keys, d, k, k + 4, k + 8, k + 12), b = load4(keys, d, k + 1, k + 5, k + 9, k + 13);
-      _mm512_storeu_si512(to + 8 * k, _mm512_unpacklo_epi64(a, b));
-      _mm512_storeu_si512(to + 8 * k + 32, _mm512_unpackhi_epi64(a, b));
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (int k = 0; k < 4; k += 2) {
+        const I a = load4(keys, d, k, k + 4, k + 8, k + 12), b = load4(keys, d, k + 1, k + 5, k + 9, k + 13);
+        _mm512_storeu_si512(to + 8 * k, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(to + 8 * k + 32, _mm512_unpackhi_epi64(a, b));
+      }
+    } else {
+      const I a = load4(keys, d, 0, 8, 2, 10), b = load4(keys, d, 1, 9, 3, 11);
+      const I e = load4(keys, d, 4, 12, 6, 14), f = load4(keys, d, 5, 13, 7, 15);
+      const I low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+      const I low4 = _mm512_unpacklo_epi32(e, f), high4 = _mm512_unpackhi_epi32(e, f);
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low, low4));
+      _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi64(low, low4));
+      _mm512_storeu_si512(to + 64, _mm512_unpacklo_epi64(high, high4));
+      _mm512_storeu_si512(to + 96, _mm512_unpackhi_epi64(high, high4));
     }
-  }
-  static void pairs(const uint16_t* const* keys, int64_t d, uint16_t* to) {
-    const auto two = [&](int k, I& low, I& high) {
-      const I a = load4(keys, d, k, k + 8, k + 2, k + 10), b = load4(keys, d, k + 1, k + 9, k + 3, k + 11);
-      low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
-    };
-    I low, high, low4, high4;
-    two(0, low, high);
-    two(4, low4, high4);
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low, low4));
-    _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi64(low, low4));
-    _mm512_storeu_si512(to + 64, _mm512_unpacklo_epi64(high, high4));
-    _mm512_storeu_si512(to + 96, _mm512_unpackhi_epi64(high, high4));
   }
   static float sum(F a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "half.h"
 
@@ -101,23 +102,22 @@ struct V {
   // The halves of two registers, first with first, and second with second.
   static void zip(uint32x4_t a, uint32x4_t b, void* first, void* second) {
     const uint64x2_t x = vreinterpretq_u64_u32(a), y = vreinterpretq_u64_u32(b);
-    vst1q_u32(static_cast<uint32_t*>(first), vreinterpretq_u32_u64(vtrn1q_u64(x, y)));
-    vst1q_u32(static_cast<uint32_t*>(second), vreinterpretq_u32_u64(vtrn2q_u64(x, y)));
+    vst1q_u8(static_cast<uint8_t*>(first), vreinterpretq_u8_u64(vtrn1q_u64(x, y)));
+    vst1q_u8(static_cast<uint8_t*>(second), vreinterpretq_u8_u64(vtrn2q_u64(x, y)));
   }
-  static void pairs(const float* const* keys, int64_t d, float* to) {
-    const auto load = [&](int i) { return vreinterpretq_u32_f32(vld1q_f32(keys[i] + d)); };
-    for (int k = 0; k < 16; k += 2) {
-      float* const at = to + k / 4 * 4 + k % 4 * 8;
-      zip(load(k), load(k + 1), at, at + 32);
-    }
-  }
-  static void pairs(const uint16_t* const* keys, int64_t d, uint16_t* to) {
-    const auto load = [&](int i) { return vreinterpretq_u32_u16(vld1q_u16(keys[i] + d)); };
-    for (int i = 0; i < 4; i++, to += 8) {
-      const int k = i % 2 * 8 + i / 2 * 2;  // 0, 8, 2, 10
-      const uint32x4_t a = load(k), b = load(k + 1), e = load(k + 4), f = load(k + 5);
-      zip(vzip1q_u32(a, b), vzip1q_u32(e, f), to, to + 32);
-      zip(vzip2q_u32(a, b), vzip2q_u32(e, f), to + 64, to + 96);
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    const auto load = [&](int i) { return vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(keys[i] + d))); };
+    for (int k : {0, 8, 2, 10}) {
+      if constexpr (sizeof(T) == sizeof(float)) {
+        zip(load(k), load(k + 1), to, to + 32);
+        zip(load(k + 4), load(k + 5), to + 4, to + 36);
+      } else {
+        const uint32x4_t a = load(k), b = load(k + 1), e = load(k + 4), f = load(k + 5);
+        zip(vzip1q_u32(a, b), vzip1q_u32(e, f), to, to + 32);
+        zip(vzip2q_u32(a, b), vzip2q_u32(e, f), to + 64, to + 96);
+      }
+      to += 8;
     }
   }
   static float sum(F a) {

@@ -93,10 +93,10 @@ struct V {
     return each([&](int i) { return p[i & 1]; });
   }
   // The layout of 16 keys that attention reads: dims two by two, and of such a pair the keys in the order of kPairOrder,
-  // each with its two numbers. Dims d .. d + 4 of fp32 vectors, or d .. d + 8 of 16-bit ones, are put there at a time.
+  // each with its two numbers. Puts dims d .. d + 4 of fp32 vectors there, or d .. d + 8 of 16-bit ones.
   template <class T>
   static void pairs(const T* const* keys, int64_t d, T* to) {
-    for (int64_t end = d + 16 / sizeof(T); d < end; d += 2)
+    for (const int64_t end = d + 16 / static_cast<int64_t>(sizeof(T)); d < end; d += 2)
       for (int key : kPairOrder)
         for (int i = 0; i < 2; i++) *to++ = keys[key][d + i];
   }
