@@ -93,14 +93,6 @@ struct SeenRow {
   int64_t end_stretch() const { return (end + kStretch - 1) / kStretch; }
 };
 
-// Asks for a line of memory, to be kept in the level of cache that `locality` stands for (3: the first). The empty asm is
-// for GCC, which takes a function that only prefetches for one that does nothing, and leaves out the calls.
-template <int locality = 3>
-inline void prefetch(const void* p) {
-  __builtin_prefetch(p, 0, locality);
-  asm volatile("");
-}
-
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
 // What one query has gathered so far: the values' weighted sum [padded], then the greatest score and the weights' sum.

@@ -32,6 +32,12 @@ inline void widen_int8(const int8_t* from, const float* scale, int64_t dim, floa
   for (; d < dim; d++) to[d] = static_cast<float>(from[d]) * scale[d / kGroup];
 }
 
+// The empty asm is for GCC: it takes a function that only prefetches for one that does nothing, and leaves out its calls.
+inline void prefetch(const void* p) {
+  __builtin_prefetch(p);
+  asm volatile("");
+}
+
 // Asks for `n` vectors of a head from memory; those of a block are neighbours.
 void prefetch_kv(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n) {
   for (int64_t i = 0, from; i < n;) {
@@ -194,6 +200,10 @@ void attend_to(const AttendTask& t) {
   float* const scores = t.scratch;  // [rows * heads][kStretch]
   float* const pairs = scores + t.n_rows * heads * kStretch;  // 16 keys
   float* const copies = pairs + kLanes * pad;
+  // Few queries: they wait for memory, and read 16-bit keys as they are. For more, fp32 is worth a copy.
+  const bool few = t.n_rows * heads <= V::queries;
+  constexpr bool narrow = sizeof(T) < sizeof(float);
+  T* const turned = reinterpret_cast<T*>(narrow ? copies : pairs);
   const SlotReader<T> keys{t, t.kv.k, copies}, values{t, t.kv.v, copies};
   const T* at[kStretch];
   const float* q[kMostQueries];
@@ -201,21 +211,17 @@ void attend_to(const AttendTask& t) {
 
   for (int64_t s = 0; s < count; s += kLanes) {
     const int64_t n = smaller(count - s, kLanes);
-    prefetch_kv(t.kv, t.kv.v, t.kv_head, list + s, n);
-    if (s < t.n_ahead) prefetch_kv(t.kv, t.kv.k, t.ahead_head, t.ahead + s, smaller(t.n_ahead - s, kLanes));
+    if (few) prefetch_kv(t.kv, t.kv.v, t.kv_head, list + s, n);
+    if (few && s < t.n_ahead) prefetch_kv(t.kv, t.kv.k, t.ahead_head, t.ahead + s, smaller(t.n_ahead - s, kLanes));
     keys.read(list + s, n, at);
     for (int64_t i = n; i < kLanes; i++) at[i] = at[0];  // computed, never looked at
-    // Few queries read 16-bit keys as they are; for more, fp32 is worth a copy.
-    constexpr bool narrow = sizeof(T) < sizeof(float);
-    const bool as_is = narrow && t.n_rows * heads <= V::queries;
-    T* const turned = reinterpret_cast<T*>(narrow ? copies : pairs);
     for (int64_t d = 0; d < pad; d += 16 / sizeof(T)) V::pairs(at, d, turned + d * kLanes);
-    if (narrow && !as_is) {
+    if (narrow && !few) {
       for (int64_t i = 0; i < kLanes * pad; i += kLanes) V::store(pairs + i, wide(turned + i));
     }
     int64_t queries = 0;
     const auto flush = [&] {
-      if (as_is)
+      if (few)
         score_all(q, turned, pad, to, queries);
       else
         score_all(q, pairs, pad, to, queries);

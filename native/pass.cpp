@@ -40,7 +40,7 @@ void warm(std::initializer_list<const Linear*> linears, Range range) {
       const int64_t bytes = block_bytes(w.format(), w.k());
       const uint8_t* p = w.view().data + range.from * bytes;
       const int64_t size = std::min(most, (std::min(range.to, w.blocks()) - range.from) * bytes);
-      for (int64_t i = 0; i < size; i += 64) prefetch<2>(p + i);
+      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i, 0, 2);
       return;
     }
     range = {range.from - w.blocks(), range.to - w.blocks()};
