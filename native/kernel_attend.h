@@ -149,7 +149,7 @@ void mix_heads(float* o, int64_t padded, const float* p, const T* const* values,
   for (; from < padded; from += kLanes) mix<T, H, 1>(o + from, pad, p, values, from, n);
 }
 
-template <class T, int H = 6>
+template <class T, int H = V::value_heads>
 void mix_all(float* o, int64_t padded, const float* p, const T* const* values, int64_t n, int64_t heads) {
   for (; heads >= H; heads -= H, o += H * state_floats(padded), p += H * kStretch) mix_heads<T, H>(o, padded, p, values, n);
   if constexpr (H > 1) {

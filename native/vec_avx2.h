@@ -14,7 +14,7 @@ namespace outrider {
 namespace {
 
 struct V {
-  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, queries = 3;
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, value_heads = 4, queries = 3;
   static constexpr bool signed_bytes = false;
   struct F {
     __m256 a, b;

@@ -13,7 +13,7 @@ namespace outrider {
 namespace {
 
 struct V {
-  static constexpr int tile = 12, dense_tile = 4, value_chunk = 4, queries = 6;
+  static constexpr int tile = 12, dense_tile = 4, value_chunk = 4, value_heads = 6, queries = 6;
   static constexpr bool signed_bytes = false;
   using F = __m512;
   using I = __m512i;

@@ -14,8 +14,8 @@ namespace outrider {
 namespace {
 
 struct V {
-  // Of 32 registers: a row of integer sums takes four, of floats 16, and a head of values 4 x value_chunk.
-  static constexpr int tile = 4, dense_tile = 1, value_chunk = 1, queries = 3;
+  // Of 32 registers: a row of integer sums takes four, of floats 16, a head of values 4 x value_chunk, a query of scores 8.
+  static constexpr int tile = 4, dense_tile = 1, value_chunk = 1, value_heads = 4, queries = 3;
   static constexpr bool signed_bytes = true;  // the dot product takes s8 x s8
   struct F {
     float32x4_t v[4];

@@ -14,7 +14,7 @@ namespace {
 constexpr int kPairOrder[] = {0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15};
 
 struct V {
-  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, queries = 2;
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, value_heads = 4, queries = 2;
   static constexpr bool signed_bytes = false;
   struct F {
     float v[16];
