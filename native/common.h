@@ -113,7 +113,7 @@ struct AttendTask {
   int64_t n_ahead, ahead_head;
 };
 
-inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + 2 * kStretch * padded; }
+inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + (kLanes + kStretch) * padded; }
 
 // The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
 // fused multiply-adds where the code says so and nowhere else.

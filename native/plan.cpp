@@ -7,7 +7,7 @@
 namespace outrider {
 namespace {
 
-constexpr int64_t kTileRows = 8;  // rows that share keys and values in the cache
+constexpr int64_t kTileRows = 12;  // rows that share keys and values in the cache
 
 void require(bool ok, const char* what) {
   if (!ok) throw std::invalid_argument(std::string("batch: ") + what);
@@ -78,8 +78,10 @@ const Plan::Seen& Plan::seen(int64_t window) {
     }
   }
   for (size_t s = 0; s < lists_.size(); s++) {
-    for (int64_t first = cu_rows_[s]; first < cu_rows_[s + 1]; first += kTileRows) {
-      RowTile tile = {first, std::min(kTileRows, cu_rows_[s + 1] - first), INT64_MAX, 0, 0};
+    const Tiles cut(cu_rows_[s + 1] - cu_rows_[s], kTileRows);
+    for (int64_t t = 0; t < cut.count; t++) {
+      const int64_t first = cu_rows_[s] + cut.start(t);
+      RowTile tile = {first, cut.size(t), INT64_MAX, 0, 0};
       bool one_list = true;
       for (int64_t r = first; r < first + tile.count; r++) {
         const SeenRow& row = made.rows[static_cast<size_t>(r)];

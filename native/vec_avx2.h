@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "half.h"
 
@@ -13,7 +14,7 @@ namespace outrider {
 namespace {
 
 struct V {
-  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, value_heads = 4, queries = 3;
   static constexpr bool signed_bytes = false;
   struct F {
     __m256 a, b;
@@ -59,19 +60,44 @@ struct V {
     };
     return {one(n.a), one(n.b)};
   }
-  // Adds the lanes of eight half registers at once, in the order of sum() after its first step.
-  static __m256 reduce8(const __m256* r) {
-    __m256 a[4], b[2];
-    for (int i = 0; i < 4; i++)  // [r0 low | r1 low] + [r0 high | r1 high]
-      a[i] = _mm256_add_ps(_mm256_permute2f128_ps(r[i], r[i + 4], 0x20), _mm256_permute2f128_ps(r[i], r[i + 4], 0x31));
-    for (int i = 0; i < 2; i++)
-      b[i] = _mm256_add_ps(_mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0x44), _mm256_shuffle_ps(a[2 * i], a[2 * i + 1], 0xee));
-    return _mm256_add_ps(_mm256_shuffle_ps(b[0], b[1], 0x88), _mm256_shuffle_ps(b[0], b[1], 0xdd));
+  static F set2(const float* p) {
+    double two;
+    std::memcpy(&two, p, 8);
+    const __m256 r = _mm256_castpd_ps(_mm256_set1_pd(two));
+    return {r, r};
   }
-  static F reduce16(const F* rows) {
-    __m256 half[16];
-    for (int i = 0; i < 16; i++) half[i] = _mm256_add_ps(rows[i].a, rows[i].b);
-    return {reduce8(half), reduce8(half + 8)};
+  static F add_pairs(F x, F y) {
+    const auto one = [](__m256 a, __m256 b) { return _mm256_add_ps(_mm256_shuffle_ps(a, b, 0x88), _mm256_shuffle_ps(a, b, 0xdd)); };
+    return {one(x.a, y.a), one(x.b, y.b)};
+  }
+  // 16 bytes of two vectors.
+  template <class T>
+  static __m256i load2(const T* const* v, int64_t at, int a, int b) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(load128(v[a] + at)), load128(v[b] + at), 1);
+  }
+  static void store256(void* p, __m256i a) { _mm256_storeu_si256(static_cast<__m256i*>(p), a); }
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (int k : {0, 8, 2, 10}) {
+        const __m256i a = load2(keys, d, k, k + 4), b = load2(keys, d, k + 1, k + 5);
+        store256(to, _mm256_unpacklo_epi64(a, b));
+        store256(to + 32, _mm256_unpackhi_epi64(a, b));
+        to += 8;
+      }
+    } else {
+      for (int k : {0, 2}) {
+        const __m256i a = load2(keys, d, k, k + 8), b = load2(keys, d, k + 1, k + 9);
+        const __m256i e = load2(keys, d, k + 4, k + 12), f = load2(keys, d, k + 5, k + 13);
+        const __m256i low = _mm256_unpacklo_epi32(a, b), high = _mm256_unpackhi_epi32(a, b);
+        const __m256i low4 = _mm256_unpacklo_epi32(e, f), high4 = _mm256_unpackhi_epi32(e, f);
+        store256(to, _mm256_unpacklo_epi64(low, low4));
+        store256(to + 32, _mm256_unpackhi_epi64(low, low4));
+        store256(to + 64, _mm256_unpacklo_epi64(high, high4));
+        store256(to + 96, _mm256_unpackhi_epi64(high, high4));
+        to += 16;
+      }
+    }
   }
   static float sum(F x) {
     const __m256 h = _mm256_add_ps(x.a, x.b);

@@ -13,7 +13,7 @@ namespace outrider {
 namespace {
 
 struct V {
-  static constexpr int tile = 12, dense_tile = 4, value_chunk = 4;
+  static constexpr int tile = 12, dense_tile = 4, value_chunk = 4, value_heads = 6, queries = 6;
   static constexpr bool signed_bytes = false;
   using F = __m512;
   using I = __m512i;
@@ -43,18 +43,37 @@ struct V {
   static F pow2(F n) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
   }
-  // Adds the lanes of 16 registers at once, each in the order of sum(): halves, then quarters, then within quarters.
-  static F reduce16(const F* r) {
-    F a[8], b[4], c[2];
-    for (int i = 0; i < 8; i++)
-      a[i] = add(_mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], 0x44), _mm512_shuffle_f32x4(r[2 * i], r[2 * i + 1], 0xee));
-    for (int i = 0; i < 4; i++)
-      b[i] = add(_mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0x88), _mm512_shuffle_f32x4(a[2 * i], a[2 * i + 1], 0xdd));
-    for (int i = 0; i < 2; i++)
-      c[i] = add(_mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0x44), _mm512_shuffle_ps(b[2 * i], b[2 * i + 1], 0xee));
-    const F d = add(_mm512_shuffle_ps(c[0], c[1], 0x88), _mm512_shuffle_ps(c[0], c[1], 0xdd));
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    return _mm512_permutexvar_ps(order, d);
+  static F set2(const float* p) {
+    double two;
+    std::memcpy(&two, p, 8);
+    return _mm512_castpd_ps(_mm512_set1_pd(two));
+  }
+  static F add_pairs(F a, F b) { return add(_mm512_shuffle_ps(a, b, 0x88), _mm512_shuffle_ps(a, b, 0xdd)); }
+  // 128 bits of four vectors.
+  template <class T>
+  static I load4(const T* const* v, int64_t at, int a, int b, int c, int d) {
+    const auto load = [&](int i) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(v[i] + at)); };
+    const I low = _mm512_inserti32x4(_mm512_castsi128_si512(load(a)), load(b), 1);
+    return _mm512_inserti32x4(_mm512_inserti32x4(low, load(c), 2), load(d), 3);
+  }
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    if constexpr (sizeof(T) == sizeof(float)) {
+      for (int k = 0; k < 4; k += 2) {
+        const I a = load4(keys, d, k, k + 4, k + 8, k + 12), b = load4(keys, d, k + 1, k + 5, k + 9, k + 13);
+        _mm512_storeu_si512(to + 8 * k, _mm512_unpacklo_epi64(a, b));
+        _mm512_storeu_si512(to + 8 * k + 32, _mm512_unpackhi_epi64(a, b));
+      }
+    } else {
+      const I a = load4(keys, d, 0, 8, 2, 10), b = load4(keys, d, 1, 9, 3, 11);
+      const I e = load4(keys, d, 4, 12, 6, 14), f = load4(keys, d, 5, 13, 7, 15);
+      const I low = _mm512_unpacklo_epi32(a, b), high = _mm512_unpackhi_epi32(a, b);
+      const I low4 = _mm512_unpacklo_epi32(e, f), high4 = _mm512_unpackhi_epi32(e, f);
+      _mm512_storeu_si512(to, _mm512_unpacklo_epi64(low, low4));
+      _mm512_storeu_si512(to + 32, _mm512_unpackhi_epi64(low, low4));
+      _mm512_storeu_si512(to + 64, _mm512_unpacklo_epi64(high, high4));
+      _mm512_storeu_si512(to + 96, _mm512_unpackhi_epi64(high, high4));
+    }
   }
   static float sum(F a) {
     const __m256 h = _mm256_add_ps(_mm512_castps512_ps256(a), _mm512_extractf32x8_ps(a, 1));

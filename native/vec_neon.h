@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "half.h"
 
@@ -13,8 +14,8 @@ namespace outrider {
 namespace {
 
 struct V {
-  // Of 32 registers: a row of integer sums takes four, of floats 16, and a head of values 4 x value_chunk.
-  static constexpr int tile = 4, dense_tile = 1, value_chunk = 1;
+  // Of 32 registers: a row of integer sums takes four, of floats 16, a head of values 4 x value_chunk, a query of scores 8.
+  static constexpr int tile = 4, dense_tile = 1, value_chunk = 1, value_heads = 4, queries = 3;
   static constexpr bool signed_bytes = true;  // the dot product takes s8 x s8
   struct F {
     float32x4_t v[4];
@@ -90,16 +91,34 @@ struct V {
   }
   // The first two steps of sum(): what is left are the sums of four lanes each.
   static float32x4_t quarter(F a) { return vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3])); }
-  // The third step, for two rows: two lanes each are left.
-  static float32x4_t halves(F a, F b) {
-    const float64x2_t x = vreinterpretq_f64_f32(quarter(a)), y = vreinterpretq_f64_f32(quarter(b));
-    return vaddq_f32(vreinterpretq_f32_f64(vtrn1q_f64(x, y)), vreinterpretq_f32_f64(vtrn2q_f64(x, y)));
+  static F set2(const float* p) {
+    const float32x2_t two = vld1_f32(p);
+    const float32x4_t r = vcombine_f32(two, two);
+    return {{r, r, r, r}};
   }
-  static F reduce16(const F* rows) {
-    return each([&](int i) {
-      const F* r = rows + 4 * i;
-      return vpaddq_f32(halves(r[0], r[1]), halves(r[2], r[3]));
-    });
+  static F add_pairs(F a, F b) {
+    return each([&](int i) { return vpaddq_f32(a.v[i], b.v[i]); });
+  }
+  // The halves of two registers, first with first, and second with second.
+  static void zip(uint32x4_t a, uint32x4_t b, void* first, void* second) {
+    const uint64x2_t x = vreinterpretq_u64_u32(a), y = vreinterpretq_u64_u32(b);
+    vst1q_u8(static_cast<uint8_t*>(first), vreinterpretq_u8_u64(vtrn1q_u64(x, y)));
+    vst1q_u8(static_cast<uint8_t*>(second), vreinterpretq_u8_u64(vtrn2q_u64(x, y)));
+  }
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    const auto load = [&](int i) { return vreinterpretq_u32_u8(vld1q_u8(reinterpret_cast<const uint8_t*>(keys[i] + d))); };
+    for (int k : {0, 8, 2, 10}) {
+      if constexpr (sizeof(T) == sizeof(float)) {
+        zip(load(k), load(k + 1), to, to + 32);
+        zip(load(k + 4), load(k + 5), to + 4, to + 36);
+      } else {
+        const uint32x4_t a = load(k), b = load(k + 1), e = load(k + 4), f = load(k + 5);
+        zip(vzip1q_u32(a, b), vzip1q_u32(e, f), to, to + 32);
+        zip(vzip2q_u32(a, b), vzip2q_u32(e, f), to + 64, to + 96);
+      }
+      to += 8;
+    }
   }
   static float sum(F a) {
     const float32x4_t q = quarter(a);

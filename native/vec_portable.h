@@ -10,8 +10,11 @@
 namespace outrider {
 namespace {
 
+// Four keys go to two places, so that their sums end up as neighbours in 128 bits.
+constexpr int kPairOrder[] = {0, 1, 4, 5, 8, 9, 12, 13, 2, 3, 6, 7, 10, 11, 14, 15};
+
 struct V {
-  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2;
+  static constexpr int tile = 4, dense_tile = 2, value_chunk = 2, value_heads = 4, queries = 2;
   static constexpr bool signed_bytes = false;
   struct F {
     float v[16];
@@ -85,8 +88,26 @@ struct V {
       return from_bits(static_cast<uint32_t>(whole + 127) << 23);
     });
   }
-  static F reduce16(const F* rows) {
-    return each([&](int i) { return sum(rows[i]); });
+  // p[0] and p[1] by turns.
+  static F set2(const float* p) {
+    return each([&](int i) { return p[i & 1]; });
+  }
+  // The layout of 16 keys that attention reads: dims two by two, and of such a pair the keys in the order of kPairOrder,
+  // each with its two numbers. Puts dims d .. d + 4 of fp32 vectors there, or d .. d + 8 of 16-bit ones.
+  template <class T>
+  static void pairs(const T* const* keys, int64_t d, T* to) {
+    for (const int64_t end = d + 16 / static_cast<int64_t>(sizeof(T)); d < end; d += 2)
+      for (int key : kPairOrder)
+        for (int i = 0; i < 2; i++) *to++ = keys[key][d + i];
+  }
+  // From the sums of a pair's first eight keys and its last eight: even and odd dims together, the keys in their order.
+  static F add_pairs(const F& a, const F& b) {
+    F r;
+    for (int i = 0; i < 16; i++) {
+      const F& from = i < 8 ? a : b;
+      r.v[kPairOrder[i]] = from.v[2 * i % 16] + from.v[2 * i % 16 + 1];
+    }
+    return r;
   }
   // The one order in which lanes are added: i with i + 8, then + 4, + 2, + 1.
   static float sum(F a) {
