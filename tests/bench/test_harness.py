@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def load_llm(folder: str, **settings: Any) -> LLM:
-    drafters = ["none", {"method": "ngram", "num_speculative_tokens": 3}]
+    drafters = ["none", {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min_token_prob": 0}]
     return LLM(folder, drafters, ops="reference", enable_prefix_caching=False, kv_cache_mib=8, **settings)
 
 
