@@ -7,8 +7,6 @@
 namespace outrider {
 namespace {
 
-// Rows that go through a layer at a time: what they need between two phases stays in the cache.
-constexpr int64_t kPanel = 128;
 constexpr int64_t kFew = 8;  // rows that each thread may prepare for itself
 constexpr int64_t kMostStates = int64_t{32} << 20;  // floats: 128 MiB, of stretches worked out apart
 

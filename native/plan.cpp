@@ -77,23 +77,25 @@ const Plan::Seen& Plan::seen(int64_t window) {
       if (made.rows.back().begin >= made.rows.back().end) throw std::invalid_argument("batch: a row sees no slot at all");
     }
   }
-  for (size_t s = 0; s < lists_.size(); s++) {
-    const Tiles cut(cu_rows_[s + 1] - cu_rows_[s], kTileRows);
-    for (int64_t t = 0; t < cut.count; t++) {
-      const int64_t first = cu_rows_[s] + cut.start(t);
-      RowTile tile = {first, cut.size(t), INT64_MAX, 0, 0};
-      bool one_list = true;
-      for (int64_t r = first; r < first + tile.count; r++) {
-        const SeenRow& row = made.rows[static_cast<size_t>(r)];
-        tile.from = std::min(tile.from, row.first_stretch());
-        tile.to = std::max(tile.to, row.end_stretch());
-        one_list = one_list && row.list == made.rows[static_cast<size_t>(first)].list;
-      }
-      tile.common = one_list ? tile.to : tail_start_[s] / kStretch;
-      made.tiles.push_back(tile);
+  for (size_t s = 0; s < lists_.size(); s++)
+    for (int64_t row = cu_rows_[s]; row < cu_rows_[s + 1]; row += kPanel) {
+      const Tiles cut(std::min(kPanel, cu_rows_[s + 1] - row), kTileRows);
+      for (int64_t t = 0; t < cut.count; t++) made.tiles.push_back(tile(made, static_cast<int64_t>(s), row + cut.start(t), cut.size(t)));
     }
-  }
   return seen_.emplace(window, std::move(made)).first->second;
+}
+
+RowTile Plan::tile(const Seen& seen, int64_t seq, int64_t first, int64_t count) const {
+  RowTile tile = {first, count, INT64_MAX, 0, 0};
+  bool one_list = true;
+  for (int64_t r = first; r < first + count; r++) {
+    const SeenRow& row = seen.rows[static_cast<size_t>(r)];
+    tile.from = std::min(tile.from, row.first_stretch());
+    tile.to = std::max(tile.to, row.end_stretch());
+    one_list = one_list && row.list == seen.rows[static_cast<size_t>(first)].list;
+  }
+  tile.common = one_list ? tile.to : tail_start_[static_cast<size_t>(seq)] / kStretch;
+  return tile;
 }
 
 }  // namespace outrider

@@ -16,6 +16,9 @@ struct BatchView {
   std::vector<int64_t> cu_rows, kv_len, tail_start;
 };
 
+// Rows that go through a layer at a time: what they need between two phases stays in the cache.
+constexpr int64_t kPanel = 128;
+
 // Consecutive rows of one sequence that are attended together, and the stretches from .. to that any of them sees. In
 // those below `common` all rows have the same slots.
 struct RowTile {
@@ -41,6 +44,8 @@ class Plan {
   const Seen& seen(int64_t window);
 
  private:
+  RowTile tile(const Seen& seen, int64_t seq, int64_t first, int64_t count) const;
+
   int64_t max_slot_ = 0;
   std::vector<int64_t> slots_, positions_, cu_rows_, kv_len_, tail_start_, words_;
   int64_t width_ = 0;  // ancestor words of a row

@@ -38,7 +38,7 @@ class Draft:
             object.__setattr__(self, "n_verify", n)
         if not n == len(self.parents) == len(self.q) >= self.n_verify:
             raise ValueError(f"draft of {n} tokens has {len(self.parents)} parents, {len(self.q)} q")
-        is_chain = self.parents == tuple(range(-1, n - 1))
+        is_chain = tuple(self.parents) == tuple(range(-1, n - 1))
         object.__setattr__(self, "is_chain", is_chain)
         object.__setattr__(self, "depths", tuple(range(1, n + 1)) if is_chain else _depths(self.parents))
 

@@ -51,8 +51,10 @@ class Scheduler:
 
     @property
     def prompts_wait(self) -> bool:
-        """Whether any sequence waits to be let in, or has more than its newest token to compute."""
-        return bool(self.waiting) or any(len(seq) - seq.n_computed > 1 for seq in self.running)
+        """Whether any sequence may be let in, or has more than its newest token to compute."""
+        if self.waiting and len(self.running) < self.max_seqs:
+            return True
+        return any(len(seq) - seq.n_computed > 1 for seq in self.running)
 
     def add(self, seq: Sequence) -> None:
         self.waiting.append(seq)

@@ -1,7 +1,7 @@
 """The engine on a thread of its own, and the way to it from the event loop.
 
 Two queues and no lock: callables go to the engine's thread, which runs them between two steps, and what a step gave
-goes back by ``call_soon_threadsafe``, one call a step. Only the engine's thread touches the engine.
+goes back by ``call_soon_threadsafe``, one call a step at most. Only the engine's thread touches the engine.
 """
 
 from __future__ import annotations
@@ -212,6 +212,7 @@ class EngineLoop:
                         self._hand_out(0.0)
                     self._step()
                 self._hand_out(self._interval)
+            self._hand_out(0.0)
         except BaseException as error:
             logger.critical("the engine has stopped", exc_info=True)
             self.failure = error

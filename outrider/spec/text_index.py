@@ -158,7 +158,7 @@ def lasting(matched: int, depth: int) -> float:
     """The chance that a continuation which begins as the text does goes on so for ``depth`` tokens.
 
     As Laplace's rule has it for something that happened ``matched`` times in a row, but two tokens less: a match of a
-    few tokens is seldom more than a common phrase (measured on Spec-Bench, see docs/drafters/suffix.md).
+    few tokens is seldom more than a common phrase (measured on Spec-Bench, see docs/drafters/ngram.md).
     """
     held = max(2, matched - 2)
     return held / (held + depth)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +22,13 @@ def test_a_chain() -> None:
     assert d.path(2) == [0, 1, 2]
     assert d.path(-1) == []
     assert [d.children(n) for n in (-1, 0, 1, 2)] == [[0], [1], [2], []]
+
+
+def test_a_chain_is_one_however_its_parents_are_given() -> None:
+    parents: Any = [-1, 0, 1]
+    d = Draft((5, 6, 7), parents, (None,) * 3)
+    assert d.is_chain
+    assert d.depths == (1, 2, 3)
 
 
 def test_a_tree_visits_siblings_in_order_and_hides_probes() -> None:

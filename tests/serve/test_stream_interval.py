@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from outrider import LLM
-from tests.serve.serving import run, until
+from tests.serve.serving import make_llm, run, until
 from tests.serve.test_loop import LONG, PLAIN, SHORT, started
 
 
@@ -34,5 +36,35 @@ def test_nothing_is_held_back_over_the_step_of_a_prompt(llm: LLM) -> None:
         first.close()
         second.close()
         await loop.stop()
+
+    run(work())
+
+
+def test_who_waits_for_a_seat_lets_the_others_news_go_together(folder: str) -> None:
+    engine = make_llm(folder, max_num_seqs=1).engine
+
+    async def work() -> None:
+        loop = await started(engine, interval=1e6)
+        first, second = await asyncio.gather(*(loop.submit([[5, 6, 7 + i]], SHORT, PLAIN) for i in range(2)))
+        for stream in (first, second):
+            assert [len(delta.token_ids) async for delta in stream.deltas()] == [1, 4]
+            stream.close()
+        await loop.stop()
+
+    run(work())
+
+
+def test_what_is_held_back_goes_out_when_the_loop_is_stopped(llm: LLM) -> None:
+    async def work() -> None:
+        loop = await started(llm.engine, interval=1e6)
+        stream = await loop.submit([[5, 6, 7]], LONG, PLAIN)
+        await until(lambda: bool(stream.requests) and len(stream.requests[0].pending) > 2)
+        loop._commands.put(None)
+        await until(lambda: not loop.alive)
+        await asyncio.sleep(0)
+        assert sum(len(delta.token_ids) for delta in stream._inbox) > 2
+        stream.close()
+        await loop.stop()
+        llm.engine.abort(stream.requests[0].id)
 
     run(work())

@@ -137,3 +137,28 @@ def test_the_published_check_the_best_length_falls_to_zero_with_load() -> None:
     assert alone.goodput / alone.plain == pytest.approx(1.68)
     busy = [Wish(PUBLISHED, [1.0] * 5)] * 256
     assert set(best_budgets(busy, 256, 256, drawn(fitted(256, {1: 0.9, 3: 0.79, 5: 0.61})), 9999).budgets) == {0}
+
+
+@given(
+    st.lists(st.floats(0, 1), min_size=1, max_size=6).map(chances),
+    st.lists(st.floats(0, 1), min_size=6, max_size=6).map(chances),
+    st.tuples(st.floats(0, 0.5), st.floats(0, 0.2), st.floats(0, 0.3)),
+    st.integers(1, 4),
+    jumps,
+)
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_one_sequence_gets_what_it_would_get_beside_one_that_drafts_nothing(
+    survival: list[float], presence: list[float], costs: tuple[float, float, float], rows: int, steps: list[float]
+) -> None:
+    """One wish alone has a shorter way of its own."""
+    seconds = list(itertools.accumulate(steps, initial=1.0))
+    wish = Wish(survival, presence, *costs)
+    alone = best_budgets([wish], rows, rows, seconds, 12, 0.1)
+    beside = best_budgets([wish, Wish([], [])], rows, rows, seconds, 12, 0.1)
+    assert alone.goodput == pytest.approx(beside.goodput)
+    assert alone.plain == beside.plain
+    if alone.budgets[0] != beside.budgets[0]:  # as good as each other, but for rounding
+        capped = [
+            best_budgets([wish], rows, rows, seconds, n, 0.1).goodput for n in (alone.budgets[0], beside.budgets[0])
+        ]
+        assert capped[0] == pytest.approx(capped[1])

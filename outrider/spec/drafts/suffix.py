@@ -175,8 +175,8 @@ def odds(agreeing: int, places: int, rival: int, others: int) -> float:
     """The odds of a token that stands at ``places`` places, the best of which agrees in ``agreeing`` tokens with the
     end of the text, where at ``others`` places, the best of which agrees in ``rival`` tokens, another one stands.
 
-    It does as well as a logistic fit with ten factors. ``EVIDENCE`` is the likeliest for 450 answers of the default
-    model to prompts other than those of the benchmarks.
+    This rule does as well as a logistic fit with ten factors. ``EVIDENCE`` is the likeliest for 450 answers of the
+    default model to prompts other than those of the benchmarks.
     """
     return EVIDENCE * agreeing * places / ((1 + rival) * math.sqrt(1 + others))
 
