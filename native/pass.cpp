@@ -29,7 +29,8 @@ void multiply(const Kernels& kernels, const Acts& a, std::initializer_list<Produ
 }
 
 // Asks for the first bytes of a share of blocks while there is other work: each phase is so short that the start of its
-// weights would otherwise cost as much as all the rest.
+// weights would otherwise cost as much as all the rest. GCC 12 takes a function that only prefetches for one without effect
+// and leaves the calls out; on an x86 server nothing was won by forcing it (see prefetch_kv for how).
 void warm(std::initializer_list<const Linear*> linears, Range range) {
   constexpr int64_t most = 32 * 1024;
   for (const Linear* linear : linears) {
