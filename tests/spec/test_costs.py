@@ -220,3 +220,15 @@ def test_what_is_learnt_does_not_depend_on_when_it_is_asked(steps: int) -> None:
     assert once.forward(3, 64, 192) == often.forward(3, 64, 192)
     assert once.per_seen == often.per_seen
     assert (once.weight, once.corrections) == (often.weight, often.corrections)
+
+
+def test_what_was_just_seen_counts_in_whatever_is_asked() -> None:
+    for ask in (
+        lambda costs: costs.forward(1, 64, 64),
+        lambda costs: costs.per_seen,
+        lambda costs: costs.context(64, 64),
+        lambda costs: costs.curve(1)[1],
+    ):
+        fresh, seen = Costs(table_of(cpu_pass)), Costs(table_of(cpu_pass))
+        seen.observe(1, 64, 64, 2 * fresh.forward(1, 64, 64), 0.0)
+        assert ask(seen) == pytest.approx(2 * ask(fresh), rel=0.01)
