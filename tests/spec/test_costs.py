@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -229,6 +230,7 @@ def test_what_was_just_seen_counts_in_whatever_is_asked() -> None:
         lambda costs: costs.context(64, 64),
         lambda costs: costs.curve(1)[1],
     ):
-        fresh, seen = Costs(table_of(cpu_pass)), Costs(table_of(cpu_pass))
+        table = replace(table_of(cpu_pass), per_read=1e-9, per_seen=1e-9)
+        fresh, seen = Costs(table), Costs(table)
         seen.observe(1, 64, 64, 2 * fresh.forward(1, 64, 64), 0.0)
         assert ask(seen) == pytest.approx(2 * ask(fresh), rel=0.01)
