@@ -5,7 +5,8 @@
 
 ``FILE`` is plain text, or JSON Lines whose ``turns`` are joined. The text is cut in windows that start afresh; every
 token after a window's first is scored. ``fp32`` is the reference path with the file's weights in fp32; ``native`` the
-C++ path with the weights as they are in the file; ``int8`` and ``int4`` the same after ``--quantize``.
+C++ path with the weights as they are in the file; ``int8`` and ``int4`` the same after ``--quantize``. A kind may name how
+its KV is stored: ``native/bfloat16``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 
 from outrider.core.types import Batch
 from outrider.models.load import LoadedModel, load_model
-from outrider.runtime.pool import KVPool
+from outrider.runtime.pool import KVPool, pick_kv_dtype
 
 BLOCK, CHUNK = 16, 256
 KINDS = {"fp32": ("reference", None), "native": ("native", None)}
@@ -44,10 +45,10 @@ def chunk_batch(ids: Sequence[int], start: int, end: int) -> Batch:
     return Batch(np.array(ids[start:end]), rows, rows, (0, n), (end,), table, (end,), None, ((),), np.arange(n), BLOCK)
 
 
-def losses(model: LoadedModel, ids: Sequence[int], window: int) -> torch.Tensor:
+def losses(model: LoadedModel, ids: Sequence[int], window: int, kv_cache_dtype: str = "auto") -> torch.Tensor:
     """-log p of every scored token, f64."""
     decoder = model.decoder
-    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, decoder.kv_dtype, decoder.device)
+    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, pick_kv_dtype(kv_cache_dtype, decoder.kv_dtype), decoder.device)
     found: list[torch.Tensor] = []
     for first in range(0, len(ids) - 1, window):
         piece = ids[first : first + window]
@@ -71,12 +72,13 @@ def main() -> None:
     ids: list[int] | None = None
     base: torch.Tensor | None = None
     for kind in options.kinds.split(","):
-        ops, quantization = KINDS[kind]
+        name, _, kv_cache_dtype = kind.partition("/")
+        ops, quantization = KINDS[name]
         model = load_model(options.model, ops=ops, quantization=quantization)
         if ids is None:
             assert model.tokenizer is not None
             ids = model.tokenizer.encode(text_of(options.text))[: options.tokens]
-        found = losses(model, ids, options.window)
+        found = losses(model, ids, options.window, kv_cache_dtype or "auto")
         base = found if base is None else base
         difference = found - base
         mean, error = difference.mean().item(), difference.std().item() / math.sqrt(len(found))

@@ -83,7 +83,7 @@ struct KVView {
 
 // Attention goes through positions in stretches of this many: what a stretch adds is worked out on its own, and then
 // added up stretch by stretch. So stretches can be shared out among threads, and every row still has one fixed order.
-constexpr int64_t kStretch = 64;
+constexpr int64_t kStretch = 128;
 
 // A row of attention: it sees the slots list[begin .. end). A slot's place in the list is its position.
 struct SeenRow {
@@ -102,7 +102,7 @@ inline int64_t state_floats(int64_t padded) { return padded + kLanes; }
 struct AttendTask {
   const SeenRow* rows;
   int64_t n_rows, n_heads;
-  const float* q;  // [n_rows][q_stride], scaled; each head padded to `padded` floats
+  const float* q;  // [n_rows][q_stride], scaled for weights that are powers of 2, of bf16's precision if KV has it; each head padded to `padded` floats
   int64_t q_stride, padded;
   KVView kv;
   int64_t kv_head, stretch;
@@ -113,7 +113,7 @@ struct AttendTask {
   int64_t n_ahead, ahead_head;
 };
 
-inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + (kLanes + kStretch) * padded; }
+inline int64_t attend_scratch(int64_t queries, int64_t padded) { return (queries + 64) * kStretch + (kLanes + kStretch) * padded; }
 
 // The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
 // fused multiply-adds where the code says so and nowhere else.
@@ -135,6 +135,10 @@ struct Kernels {
   // Into vector `i` of `half`. What is stored depends on x alone.
   void (*store_kv)(const float* x, const KVView& kv, const KVHalf& half, int64_t i);
   void (*prefetch_kv)(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n);
+  void (*narrow)(float* x, int64_t n);
+  // Around a thread's pieces of attention.
+  void (*begin_attend)();
+  void (*end_attend)();
   void (*attend)(const AttendTask& task);
   // Adds a later stretch's state to that of the ones before it.
   void (*merge)(float* state, const float* later, int64_t padded);

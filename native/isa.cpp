@@ -23,12 +23,13 @@ bool has_avx_vnni() {
 #endif
 
 #ifdef OUTRIDER_AMX
-// Whether the processor has tiles of bytes, the system keeps their state, and lets this process use it. It has to be
+// Whether the processor has tiles of bytes and of bf16, the system keeps their state, and lets this process use it. It has to be
 // asked for: a process without tiles is spared their 8 KiB at every switch.
 bool may_use_amx() {
   unsigned a = 0, b = 0, c = 0, d = 0;
   if (!__get_cpuid(1, &a, &b, &c, &d) || !(c >> 27 & 1)) return false;  // XGETBV
-  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3) return false;  // AMX-TILE, AMX-INT8
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d >> 24 & 3) != 3 || !(d >> 22 & 1)) return false;  // AMX-TILE, -INT8, -BF16
+  if (!__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a >> 5 & 1)) return false;  // AVX512-BF16
   unsigned enabled = 0, high = 0;
   asm volatile("xgetbv" : "=a"(enabled), "=d"(high) : "c"(0));
   constexpr int request_permission = 0x1023, tile_data = 18;

@@ -1,117 +1,41 @@
 // Attention over paged KV in fp32. Per (row, head) and stretch of positions: scores of the seen slots, their softmax
 // weights relative to the stretch's greatest score, the weighted sum of the values in the order of positions; then the
-// stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). A score is the sum over
-// the even dims, in their order, plus that over the odd ones. Nothing depends on where a slot lies, on hidden slots in
-// between, or on the other rows of the task, which only share the work of making keys ready.
+// stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). Nothing depends on where a
+// slot lies, on hidden slots in between, or on the other rows of the task, which only share the work of making keys ready.
+//
+// A score is a sum by chunks of 32 dims, of each the sum over its even dims plus that over its odd ones. With KV in bf16
+// the weights are rounded to bf16, too, and the values are added up in the same way: by chunks of 32 positions, the even
+// ones and the odd ones. That is how the tiles of kernel_attend_amx.h do it.
 #pragma once
 
-#include <cstring>
-
-#include "common.h"
+#include "kernel_rows.h"
+#include "kernel_stretch.h"
 
 namespace outrider {
 namespace {
-
-inline int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-
-inline void widen_half(const uint16_t* from, int64_t dim, float* to) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::load_half(reinterpret_cast<const uint8_t*>(from + d)));
-  for (; d < dim; d++) to[d] = from_half(from[d]);
-}
-
-inline void widen_bf16(const uint16_t* from, int64_t dim, float* to) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::load_bf16(from + d));
-  for (; d < dim; d++) to[d] = from_bf16(from[d]);
-}
-
-inline void widen_int8(const int8_t* from, const float* scale, int64_t dim, float* to) {
-  int64_t d = 0;
-  for (; d + kLanes <= dim; d += kLanes) V::store(to + d, V::mul(V::load_int8(from + d), V::set(scale[d / kGroup])));
-  for (; d < dim; d++) to[d] = static_cast<float>(from[d]) * scale[d / kGroup];
-}
-
-// The empty asm is for GCC: it takes a function that only prefetches for one that does nothing, and leaves out its calls.
-inline void prefetch(const void* p) {
-  __builtin_prefetch(p);
-  asm volatile("");
-}
-
-// Asks for `n` vectors of a head from memory; those of a block are neighbours.
-void prefetch_kv(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n) {
-  for (int64_t i = 0, from; i < n;) {
-    for (from = i++; i < n && slots[i] == slots[i - 1] + 1;) i++;
-    const int64_t at = head * kv.slots + slots[from];
-    const auto *p = static_cast<const char*>(kv.vector(half, at)), *const end = p + (i - from) * kv.bytes();
-    for (; p < end; p += 64) prefetch(p);
-    if (!half.scale) continue;
-    const float *s = kv.scale(half, at), *const last = s + (i - from) * kv.groups();
-    for (; s < last; s += 16) prefetch(s);
-  }
-}
-
-// What is stored in 16 bits, as a type.
-struct Half {
-  uint16_t bits;
-};
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline V::F wide(const float* p) { return V::load(p); }
-inline V::F wide(const Half* p) { return V::load_half(reinterpret_cast<const uint8_t*>(p)); }
-inline V::F wide(const Bf16* p) { return V::load_bf16(&p->bits); }
-
-// K or V of up to kStretch slots as pointers to padded vectors of T: in place where they are that already, else fp32.
-template <class T>
-struct SlotReader {
-  const AttendTask& t;
-  const KVHalf& half;
-  float* copy;
-
-  void read(const int32_t* slots, int64_t n, const T** to) const {
-    const int64_t head = t.kv_head * t.kv.slots, bytes = t.kv.bytes();
-    if (t.padded * static_cast<int64_t>(sizeof(T)) == bytes) {
-      const char* const data = static_cast<const char*>(t.kv.vector(half, head));
-      for (int64_t i = 0; i < n; i++) to[i] = reinterpret_cast<const T*>(data + slots[i] * bytes);
-    } else if constexpr (sizeof(T) == sizeof(float)) {
-      for (int64_t i = 0; i < n; i++) {
-        float* y = copy + i * t.padded;
-        widen(head + slots[i], y);
-        for (int64_t d = t.kv.dim; d < t.padded; d++) y[d] = 0.0f;
-        to[i] = y;
-      }
-    }
-  }
-
-  void widen(int64_t i, float* y) const {
-    const void* from = t.kv.vector(half, i);
-    switch (t.kv.format) {
-      case KVFormat::f32: std::memcpy(y, from, static_cast<size_t>(t.kv.dim) * sizeof(float)); break;
-      case KVFormat::f16: widen_half(static_cast<const uint16_t*>(from), t.kv.dim, y); break;
-      case KVFormat::bf16: widen_bf16(static_cast<const uint16_t*>(from), t.kv.dim, y); break;
-      case KVFormat::i8: widen_int8(static_cast<const int8_t*>(from), t.kv.scale(half, i), t.kv.dim, y); break;
-    }
-  }
-};
 
 // Dot products of Q queries with 16 keys, laid out by V::pairs: one vector holds two dims of eight keys, so that keys
 // need no sum across lanes and a query's two dims are one broadcast.
 template <class T, int Q>
 void score(const float* const* q, const T* keys, int64_t dims, float* const* to) {
-  V::F acc[Q][2];
-  for (int i = 0; i < Q; i++)
-    for (int j = 0; j < 2; j++) acc[i][j] = V::set(0.0f);
-  for (int64_t d = 0; d < dims; d += 2, keys += 2 * kLanes) {
-    const V::F x = wide(keys), y = wide(keys + kLanes);
+  for (int64_t from = 0; from < dims; from += kChunk) {
+    const int64_t end = smaller(from + kChunk, dims);
+    V::F acc[Q][2];
+    for (int i = 0; i < Q; i++)
+      for (int j = 0; j < 2; j++) acc[i][j] = V::set(0.0f);
+    for (int64_t d = from; d < end; d += 2, keys += 2 * kLanes) {
+      const V::F x = wide(keys), y = wide(keys + kLanes);
+      for (int i = 0; i < Q; i++) {
+        const V::F pair = V::set2(q[i] + d);
+        acc[i][0] = V::fma(pair, x, acc[i][0]);
+        acc[i][1] = V::fma(pair, y, acc[i][1]);
+      }
+    }
     for (int i = 0; i < Q; i++) {
-      const V::F pair = V::set2(q[i] + d);
-      acc[i][0] = V::fma(pair, x, acc[i][0]);
-      acc[i][1] = V::fma(pair, y, acc[i][1]);
+      const V::F sum = V::add_pairs(acc[i][0], acc[i][1]);
+      V::store(to[i], from ? V::add(V::load(to[i]), sum) : sum);
     }
   }
-  for (int i = 0; i < Q; i++) V::store(to[i], V::add_pairs(acc[i][0], acc[i][1]));
 }
 
 // As many queries at a time as V::queries says; the last ones in a call of their own.
@@ -123,70 +47,64 @@ void score_all(const float* const* q, const T* keys, int64_t dims, float* const*
   }
 }
 
-// The weighted sum of n slots' values, C vectors of H heads. `o` and `p` hold the heads `pad` and kStretch apart.
+// Every `step`-th of the seen slots' values, times its weight, C vectors of H heads. `p` holds the heads kStretch apart.
 template <class T, int H, int C>
-void mix(float* o, int64_t pad, const float* p, const T* const* values, int64_t from, int64_t n) {
-  V::F acc[H][C];
+void mix(V::F (*acc)[C], const float* p, const T* const* values, int64_t from, Seen seen, int64_t step) {
   for (int h = 0; h < H; h++)
     for (int c = 0; c < C; c++) acc[h][c] = V::set(0.0f);
-  for (int64_t i = 0; i < n; i++) {
+  for (int64_t i = seen.first; i < seen.last; i += step) {
     const T* v = values[i] + from;
     for (int c = 0; c < C; c++) {
       const V::F value = wide(v + c * kLanes);
       for (int h = 0; h < H; h++) acc[h][c] = V::fma(V::set(p[h * kStretch + i]), value, acc[h][c]);
     }
   }
-  for (int h = 0; h < H; h++)
-    for (int c = 0; c < C; c++) V::store(o + h * pad + c * kLanes, acc[h][c]);
+}
+
+// The weighted sum of the seen slots' values. `o` holds the heads `pad` apart.
+template <class T, int H, int C>
+void mix_to(float* o, int64_t pad, const float* p, const T* const* values, int64_t from, Seen seen) {
+  V::F acc[H][C];
+  const auto put = [&](bool add) {
+    for (int h = 0; h < H; h++)
+      for (int c = 0; c < C; c++) {
+        float* to = o + h * pad + c * kLanes;
+        V::store(to, add ? V::add(V::load(to), acc[h][c]) : acc[h][c]);
+      }
+  };
+  if constexpr (std::is_same_v<T, Bf16>) {
+    bool more = false;
+    for (int64_t chunk = seen.first / kChunk * kChunk; chunk < seen.last; chunk += kChunk, more = true) {
+      const int64_t first = chunk < seen.first ? seen.first : chunk, last = smaller(chunk + kChunk, seen.last), odd = first & 1;
+      V::F other[H][C];
+      mix<T, H, C>(other, p, values, from, {first + odd, last}, 2);
+      mix<T, H, C>(acc, p, values, from, {first + 1 - odd, last}, 2);
+      for (int h = 0; h < H; h++)
+        for (int c = 0; c < C; c++) acc[h][c] = V::add(other[h][c], acc[h][c]);
+      put(more);
+    }
+  } else {
+    mix<T, H, C>(acc, p, values, from, seen, 1);
+    put(false);
+  }
 }
 
 template <class T, int H>
-void mix_heads(float* o, int64_t padded, const float* p, const T* const* values, int64_t n) {
+void mix_heads(float* o, int64_t padded, const float* p, const T* const* values, Seen seen) {
   constexpr int wide = V::value_chunk;
   const int64_t pad = state_floats(padded);
   int64_t from = 0;
-  for (; from + wide * kLanes <= padded; from += wide * kLanes) mix<T, H, wide>(o + from, pad, p, values, from, n);
-  for (; from < padded; from += kLanes) mix<T, H, 1>(o + from, pad, p, values, from, n);
+  for (; from + wide * kLanes <= padded; from += wide * kLanes) mix_to<T, H, wide>(o + from, pad, p, values, from, seen);
+  for (; from < padded; from += kLanes) mix_to<T, H, 1>(o + from, pad, p, values, from, seen);
 }
 
 template <class T, int H = V::value_heads>
-void mix_all(float* o, int64_t padded, const float* p, const T* const* values, int64_t n, int64_t heads) {
-  for (; heads >= H; heads -= H, o += H * state_floats(padded), p += H * kStretch) mix_heads<T, H>(o, padded, p, values, n);
+void mix_all(float* o, int64_t padded, const float* p, const T* const* values, Seen seen, int64_t heads) {
+  for (; heads >= H; heads -= H, o += H * state_floats(padded), p += H * kStretch) mix_heads<T, H>(o, padded, p, values, seen);
   if constexpr (H > 1) {
-    if (heads) mix_all<T, H - 1>(o, padded, p, values, n, heads);
+    if (heads) mix_all<T, H - 1>(o, padded, p, values, seen, heads);
   }
 }
-
-// Turns the scores first .. last of a stretch into weights, in place, for `n` queries, and notes the greatest score and
-// the weights' sum of each. In two steps, because one query's greatest score is slow to find but does not keep the others.
-void weigh(float* s, int64_t n, int64_t first, int64_t last, float* top_and_sum, int64_t step) {
-  const int64_t from = first / kLanes * kLanes, to = round_up(last, kLanes);
-  for (int64_t j = 0; j < n; j++) {
-    float* mine = s + j * kStretch;
-    for (int64_t i = from; i < first; i++) mine[i] = -1e30f;  // weight 0
-    for (int64_t i = last; i < to; i++) mine[i] = -1e30f;
-    V::F most = V::load(mine + from);
-    for (int64_t i = from + kLanes; i < to; i += kLanes) most = V::max(V::load(mine + i), most);
-    top_and_sum[j * step] = V::largest(most);
-  }
-  for (int64_t j = 0; j < n; j++) {
-    float *mine = s + j * kStretch, *const noted = top_and_sum + j * step;
-    const V::F top = V::set(noted[0]);
-    V::F sum = V::set(0.0f);
-    for (int64_t i = from; i < to; i += kLanes) {
-      const V::F e = exp_lanes(V::sub(V::load(mine + i), top));
-      V::store(mine + i, e);
-      sum = V::add(sum, e);
-    }
-    noted[1] = V::sum(sum);
-  }
-}
-
-// The slots of a stretch that a row sees.
-struct Seen {
-  int64_t first, count;
-  bool operator==(const Seen& other) const { return first == other.first && count == other.count; }
-};
 
 constexpr int64_t kMostQueries = 60;  // that are scored in a row
 
@@ -239,20 +157,20 @@ void attend_to(const AttendTask& t) {
   }
 
   values.read(list, count, at);
-  const auto seen = [&](int64_t r) {
-    const int64_t first = t.rows[r].begin > base ? t.rows[r].begin - base : 0, last = smaller(t.rows[r].end - base, kStretch);
-    return Seen{first, last > first ? last - first : 0};
-  };
   for (int64_t r = 0, same; r < t.n_rows; r += same) {
-    const Seen now = seen(r);
-    for (same = 1; r + same < t.n_rows && seen(r + same) == now;) same++;
-    if (!now.count) continue;
+    const Seen now = seen_of(t.rows[r], base);
+    for (same = 1; r + same < t.n_rows && seen_of(t.rows[r + same], base) == now;) same++;
+    if (now.first >= now.last) continue;
     // Rows that see the same go together: their heads, too, lie one after the other.
     float *const s = scores + r * heads * kStretch, *const o = t.states + r * heads * state;
-    weigh(s, same * heads, now.first, now.first + now.count, o + pad, state);
-    const float* p = s + now.first;
-    mix_all<T>(o, pad, p, at + now.first, now.count, same * heads);
+    weigh<T>(s, same * heads, now, o + pad, state);
+    mix_all<T>(o, pad, s, at, now, same * heads);
   }
+}
+
+// To what bf16 holds, in place.
+void narrow(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) store_part(x + i, n - i, V::to_bf16(load_part(x + i, n - i)));
 }
 
 void attend(const AttendTask& t) {
@@ -270,7 +188,7 @@ void merge(float* state, const float* later, int64_t padded) {
   const float* other = later + padded;
   // The state with the greater score keeps its weights; those of the other one are measured by it.
   const float rise = other[0] - mine[0];
-  V::store(lanes, exp_lanes(V::set(rise > 0 ? -rise : rise)));
+  V::store(lanes, weight_lanes(V::set(rise > 0 ? -rise : rise)));
   const float a = rise > 0 ? lanes[0] : 1.0f, b = rise > 0 ? 1.0f : lanes[0];
   for (int64_t i = 0; i < padded; i += kLanes)
     V::store(state + i, V::fma(V::load(state + i), V::set(a), V::mul(V::load(later + i), V::set(b))));

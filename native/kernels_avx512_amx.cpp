@@ -1,6 +1,7 @@
 #include "vec_avx512.h"
 //
 #include "kernel_amx.h"
+#include "kernel_attend_amx.h"
 
 namespace outrider {
 namespace {
@@ -19,13 +20,24 @@ void linear_amx(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, floa
 
 }  // namespace
 
-// As avx512_vnni, but for products of many rows with integer weights.
+constexpr int64_t kFewQueries = 4;
+
+void attend_amx(const AttendTask& t) {
+  // Few queries wait for memory either way.
+  if (t.kv.format != KVFormat::bf16 || t.kv.dim % kChunk || t.n_rows * t.n_heads <= kFewQueries) return kernels_avx512_vnni()->attend(t);
+  attend_by_tiles(t);
+}
+
+// As avx512_vnni, but for products of many rows with integer weights and attention over KV in bf16.
 const Kernels* kernels_avx512_amx() {
   static const Kernels table = [] {
     Kernels k = *kernels_avx512_vnni();
     k.name = "avx512_amx";
     k.tile = kTileRows;
     k.linear = linear_amx;
+    k.begin_attend = begin_attend;
+    k.end_attend = end_attend;
+    k.attend = attend_amx;
     return k;
   }();
   return &table;

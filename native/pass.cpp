@@ -151,7 +151,8 @@ struct Pass {
   // Rotary embedding of queries and keys, KV writes: one head of one row is one piece of work.
   void rotate_and_store(int thread) {
     const int64_t heads = layer.heads, kv_heads = layer.kv_heads, dim = layer.head_dim, pieces = heads + kv_heads;
-    const float root = 1.0f / std::sqrt(static_cast<float>(dim));
+    constexpr float log2_e = 1.44269504f;  // attention's weights are powers of 2
+    const float root = log2_e / std::sqrt(static_cast<float>(dim));
     const float* q_norm = layer.q_norm.empty() ? nullptr : layer.q_norm.data();
     const float* k_norm = layer.k_norm.empty() ? nullptr : layer.k_norm.data();
     const Range mine = share(rows * pieces, thread, threads);
@@ -161,6 +162,7 @@ struct Pass {
       if (h < 0) {
         float* to = turned + (row * heads + piece) * padded;
         kernels().rotate(q + (row * heads + piece) * dim, q_norm, layer.eps, c, s, dim, root, to);
+        if (kv.format == KVFormat::bf16) kernels().narrow(to, dim);
         std::fill(to + dim, to + padded, 0.0f);
         continue;
       }
@@ -256,6 +258,7 @@ struct Pass {
     task.q_stride = layer.heads * padded;
     task.scratch = scratch + thread * scratch_floats;
     Cursor cursor{0, 0, state};
+    kernels().begin_attend();
     for (Piece now = piece(context.pool.next(), cursor); now.tile;) {
       const Piece after = piece(context.pool.next(), cursor);
       task.n_ahead = 0;
@@ -266,6 +269,7 @@ struct Pass {
         attend_tile(task, now);
       now = after;
     }
+    kernels().end_attend();
   }
 
   // Adds up what was worked out apart, and makes the rows ready for the output projection.

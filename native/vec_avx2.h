@@ -60,6 +60,20 @@ struct V {
     };
     return {one(n.a), one(n.b)};
   }
+  static F times_pow2(F p, F whole) {
+    const auto one = [](__m256 a, __m256 n) {
+      return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
+    };
+    return {one(p.a, whole.a), one(p.b, whole.b)};
+  }
+  static F to_bf16(F x) {
+    const auto one = [](__m256 a) {
+      const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+      const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
+      return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(-0x10000)));
+    };
+    return {one(x.a), one(x.b)};
+  }
   static F set2(const float* p) {
     double two;
     std::memcpy(&two, p, 8);

@@ -89,6 +89,18 @@ struct V {
       return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23));
     });
   }
+  static F times_pow2(F p, F whole) {
+    return each([&](int i) {
+      return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.v[i]), vshlq_n_u32(vreinterpretq_u32_f32(whole.v[i]), 23)));
+    });
+  }
+  static F to_bf16(F a) {
+    return each([&](int i) {
+      const uint32x4_t bits = vreinterpretq_u32_f32(a.v[i]), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+      const uint32x4_t up = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
+      return vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(0xffff0000u)));
+    });
+  }
   // The first two steps of sum(): what is left are the sums of four lanes each.
   static float32x4_t quarter(F a) { return vaddq_f32(vaddq_f32(a.v[0], a.v[2]), vaddq_f32(a.v[1], a.v[3])); }
   static F set2(const float* p) {

@@ -88,6 +88,17 @@ struct V {
       return from_bits(static_cast<uint32_t>(whole + 127) << 23);
     });
   }
+  // p times 2^n, both from weight_lanes: n is in the lowest bits of `whole`, and the product in range.
+  static F times_pow2(const F& p, const F& whole) {
+    return each([&](int i) { return from_bits(to_bits(p.v[i]) + (to_bits(whole.v[i]) << 23)); });
+  }
+  // Rounded to nearest even as bf16 is, still as fp32.
+  static F to_bf16(const F& a) {
+    return each([&](int i) {
+      const uint32_t bits = to_bits(a.v[i]);
+      return from_bits((bits + 0x7fffu + ((bits >> 16) & 1)) & 0xffff0000u);
+    });
+  }
   // p[0] and p[1] by turns.
   static F set2(const float* p) {
     return each([&](int i) { return p[i & 1]; });

