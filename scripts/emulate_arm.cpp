@@ -179,9 +179,10 @@ void rows_case(Case& c) {
 }
 
 void attention_case(Case& c, KVFormat f) {
-  constexpr int64_t slots = 200, kv_heads = 2, rows = 4;
+  constexpr int64_t slots = 400, kv_heads = 2, most_rows = 4;
   for (int64_t dim : {20, 64, 80, 96, 128})
-    for (int64_t heads : {1, 3, 5}) {
+    for (int64_t queries : {1, 2, 4, 12, 20}) {  // few of them, which have a way of their own, and more
+      const int64_t rows = queries < 4 ? 1 : most_rows, heads = queries / rows;
       c.used = 0;
       const int64_t padded = round_up(dim, kLanes), groups = (dim + kGroup - 1) / kGroup, state = state_floats(padded);
       const auto half = [&] {
@@ -197,9 +198,11 @@ void attention_case(Case& c, KVFormat f) {
       }
       int32_t* list = c.take<int32_t>(slots);
       for (int64_t i = 0; i < slots; i++) list[i] = static_cast<int32_t>(i / 8 * 8 + (i * 3) % 8);
-      const SeenRow seen[rows] = {{list, 0, 130}, {list, 70, 131}, {list, 5, 190}, {list, 5, 190}};
+      const SeenRow seen[most_rows] = {{list, 0, 260}, {list, 140, 262}, {list, 5, 380}, {list, 5, 380}};
       float* q = c.take<float>(rows * heads * padded);
       for (int64_t i = 0; i < rows * heads * padded; i++) q[i] = i % padded < dim ? c.number(2.0f) : 0.0f;
+      if (f == KVFormat::bf16) c.kernels.narrow(q, rows * heads * padded);
+      c.put(q, rows * heads * padded);
       float* scratch = c.take<float>(attend_scratch(rows * heads, padded));
       float* states[3];
       for (int64_t s = 0; s < 3; s++) {
