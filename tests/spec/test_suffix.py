@@ -12,7 +12,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
-from outrider.spec.drafts.suffix import LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
+from outrider.spec.drafts.suffix import LEFT, LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
 from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -61,7 +61,7 @@ def plain_loop(
                 agree += 1
             if agree:
                 found.append((max(n for n in LENGTHS if n <= agree), at, agree))
-        found.sort(reverse=True)
+        found = sorted(found, reverse=True)[: max(LEFT, SCANNED - len(places))]
         places += [(text, at, agree * agree / 12 if text is answers else agree) for _, at, agree in found]
         longest = max([longest, *(agree for _, _, agree in found)])
     paths: list[tuple[int, ...]] = []
@@ -225,6 +225,7 @@ def test_of_a_very_common_token_only_some_places_are_looked_at() -> None:
     index = TextIndex(LENGTHS)
     index.extend([1] * (3 * SCANNED))
     assert len(matches(index, [1] * 24)) == SCANNED
+    assert len(matches(index, [1] * 24, LEFT)) == LEFT
 
 
 def test_an_index_that_grows_equals_a_fresh_one_and_is_forgotten_when_released() -> None:

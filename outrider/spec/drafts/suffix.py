@@ -23,6 +23,8 @@ LENGTHS = (8, 4, 2, 1)
 """The n-grams that are kept; a match is then followed backwards to its full length."""
 SCANNED = 16
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
+LEFT = 4
+"""Of these, what is left for the memory at least."""
 EVIDENCE = 0.8
 """The odds of what followed a single token the one other time it was there."""
 REMEMBERED = 1 / 12
@@ -127,7 +129,7 @@ class Suffix(Proposer):
         found = matches(own, context)
         places: list[_Place] = [(own.tokens, at, agreeing) for at, agreeing in found]
         if remembered is not None:
-            earlier = matches(remembered, context)
+            earlier = matches(remembered, context, max(LEFT, SCANNED - len(found)))
             places += [(remembered.tokens, at, _remembered(agreeing)) for at, agreeing in earlier]
             found += earlier
         if not found:
@@ -211,14 +213,14 @@ def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
     return chances
 
 
-def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
+def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[tuple[int, int]]:
     """Places in the index before which the end of ``context`` stands, each with how many tokens agree."""
     found: dict[int, int] = {}
     for n in LENGTHS:
         if n > len(context):
             continue
-        for at in index.places(context[-n:], SCANNED):
-            if len(found) == SCANNED:
+        for at in index.places(context[-n:], most):
+            if len(found) == most:
                 return list(found.items())
             if at not in found:
                 found[at] = index.agreeing(at, context, n)
