@@ -1,12 +1,14 @@
 """What drafters that only look things up cost beside the target's passes, with a long history.
 
     python benchmarks/host_cost.py [MODEL] [--prompts FILE.jsonl] [--history 32768] [--context 1024] [--steps 200]
+                                   [--remembered 0]
 
 Each sequence has ``--history`` tokens behind it. A step is one ``propose`` and one ``observe`` for all sequences, with
 one to four new tokens each; its median and 99th percentile are compared with the median of a real plain step of as many
 sequences. That step has ``--context`` tokens a sequence, as the default model ends at 8192: with the whole history it
 would take longer, so that the share shown is more than the real one. ``taken in`` is the time of a prompt that appears
 at once, as after a hit in the prefix cache (else it comes in chunks of 512 tokens, each beside a pass of 512 rows).
+With ``--remembered`` a drafter ``suffix`` remembers answers of together so many tokens, pieces of the same text.
 The texts are prompts of ``--prompts`` (Spec-Bench's format; else the built-in ones) one after the other, sentences that
 come back with a word changed, and the worst cases: one token, two tokens in turn, random tokens.
 """
@@ -24,7 +26,7 @@ from statistics import median
 from outrider.bench.prompts import QUICK, read_prompts
 from outrider.core.config import EngineConfig, SpecConfig
 from outrider.core.params import SamplingParams, SpecParams
-from outrider.core.types import Commit, Span
+from outrider.core.types import Commit, FinishReason, Span
 from outrider.core.types import Sequence as Seq
 from outrider.engine.llm import build_engine
 from outrider.models.load import LoadedModel, load_model
@@ -33,6 +35,8 @@ from outrider.spec.registry import build_proposer, spec_from_mapping
 
 DRAFTERS = ("ngram", "suffix", "lookahead", "combine")
 BATCHES = (1, 16)
+ANSWER = 128
+"""Tokens of a remembered answer."""
 BAR = 0.05
 """Of a step, that a drafter may cost."""
 
@@ -67,10 +71,17 @@ def texts(model: LoadedModel, prompts: Path | None, length: int) -> dict[str, li
     return {name: text[:length] for name, text in found.items()}
 
 
-def cost_of(build: Callable[[], Proposer], text: list[int], batch: int, history: int, steps: int, budget: int) -> Cost:
+def cost_of(
+    build: Callable[[], Proposer], text: list[int], batch: int, history: int, steps: int, budget: int, remembered: int
+) -> Cost:
     """Drives a drafter alone; every sequence goes on with its own text."""
     rng, drafter = random.Random(1), build()
     params, spec = SamplingParams(temperature=0), SpecParams()
+    for number in range(remembered // ANSWER):
+        first = rng.randrange(history - ANSWER)
+        seq = Seq(batch + number, text[first : first + ANSWER], 0, params, spec, 0, max_draft=budget)
+        drafter.observe([Commit(Span(seq, 0, ANSWER), (), (), 0, finish=FinishReason.LENGTH)])
+        drafter.release(seq.id)
     seqs = [Seq(i, text[:history], history, params, spec, i, max_draft=budget) for i in range(batch)]
     taken_in, times = [], []
     for seq in seqs:
@@ -126,6 +137,7 @@ def main() -> None:
     parser.add_argument("--history", type=int, default=32_768)
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--remembered", type=int, default=0)
     parser.add_argument("--drafters", nargs="*", default=DRAFTERS)
     options = parser.parse_args()
     model = load_model(options.model, ops="native", threads=2)
@@ -135,7 +147,8 @@ def main() -> None:
         print(f"plain step, batch {batch:2}, context {options.context}: {milliseconds:.2f} ms")
     print(f"{'drafter':10} {'text':9} {'batch':>5} {'taken in':>9} {'median':>8} {'p99':>8}  ms, share of a step")
     for name in options.drafters:
-        config = spec_from_mapping({"method": name})
+        memory = {"suffix_decoding_max_cached_requests": options.remembered // ANSWER} if name == "suffix" else {}
+        config = spec_from_mapping({"method": name, **memory})
         for kind, text in named.items():
             for batch in BATCHES:
                 cost = cost_of(
@@ -145,6 +158,7 @@ def main() -> None:
                     options.history,
                     options.steps,
                     config.num_speculative_tokens,
+                    options.remembered,
                 )
                 share = cost.middle / steps[batch]
                 mark = "" if share < BAR else f"  above {BAR:.0%}"

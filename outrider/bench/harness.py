@@ -3,6 +3,9 @@
 A *setting* is a drafter, a draft length and a batch size; a *load* is the requests that one setting answers before the
 next setting has its turn. The settings of a batch size take turns load by load, in an order that rotates, so that none
 of them always comes first and all see the same hours of a shared machine.
+
+A drafter may remember answers, but no prompt finds its own: each setting is a tenant of its own, and so are its warm-up
+and, where a load repeats prompts until it is full, each repetition.
 """
 
 from __future__ import annotations
@@ -25,6 +28,9 @@ ROUNDS = 4
 """Requests in a load over the batch size, at most: enough that the end, where the batch runs empty, weighs little."""
 
 WARM_UP_TOKENS = 8
+
+WARM_UP = -1
+"""The index of the load that does not count."""
 
 AUTO = -1
 """In place of a number of draft tokens: the controller decides."""
@@ -138,7 +144,7 @@ def run_bench(
         todo = [(load, setting) for load, setting in turns(settings, loads) if (setting, load.index) not in known]
         short = SamplingParams(temperature=0.0, max_tokens=min(WARM_UP_TOKENS, params.max_tokens))
         for setting in dict.fromkeys(setting for _, setting in todo):
-            first = Load(batch, 0, "", loads[0].prompts[:batch])
+            first = Load(batch, WARM_UP, "", loads[0].prompts[:batch])
             llm.engine.controller = controllers[setting.gamma == AUTO]
             run_load(llm, prompts, first, setting, short)  # the first passes of a process are slow
         for load, setting in todo:
@@ -155,7 +161,7 @@ def run_load(llm: LLM, prompts: Sequence[BenchPrompt], load: Load, setting: Sett
     A prompt is encoded when its request enters, inside the measured time.
     """
     engine, metrics = llm.engine, llm.engine.metrics
-    spec = SpecParams(drafter=setting.drafter, max_draft=None if setting.gamma == AUTO else setting.gamma)
+    length = None if setting.gamma == AUTO else setting.gamma
     preemptions, tokens, decode_tokens, decode_seconds = metrics.preemptions, metrics.generated_tokens, 0, 0.0
     requests: list[Request] = []
     begin = before = time.perf_counter()
@@ -163,7 +169,9 @@ def run_load(llm: LLM, prompts: Sequence[BenchPrompt], load: Load, setting: Sett
         while True:
             in_flight = sum(request.finished is None for request in requests)
             while in_flight < setting.batch and len(requests) < len(load.prompts):
-                ids = encode(llm, prompts[load.prompts[len(requests)]])
+                place = len(requests)
+                ids = encode(llm, prompts[load.prompts[place]])
+                spec = SpecParams(drafter=setting.drafter, max_draft=length, tenant=_tenant(setting, load, place))
                 requests.append(engine.add_request(ids, params, spec))
                 in_flight += 1
             if not in_flight:
@@ -197,6 +205,12 @@ def run_load(llm: LLM, prompts: Sequence[BenchPrompt], load: Load, setting: Sett
         preemptions=metrics.preemptions - preemptions,
         outputs=tuple(_digest(output.token_ids) for output in outputs),
     )
+
+
+def _tenant(setting: Setting, load: Load, place: int) -> str:
+    """Who asks for the prompt at ``place`` of a load: somebody whom its answer, if given before, is kept from."""
+    before = load.prompts[:place].count(load.prompts[place])
+    return f"{setting}, {'warm-up' if load.index == WARM_UP else 'run'} {before}"
 
 
 def _digest(token_ids: Sequence[int]) -> str:

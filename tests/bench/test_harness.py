@@ -139,6 +139,41 @@ def test_what_is_done_is_not_done_again(llm: LLM, monkeypatch: pytest.MonkeyPatc
     assert not {(r.load, r.setting) for r in kept} & set(ran)
 
 
+def test_no_prompt_finds_its_own_answer_in_a_drafters_memory(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def llm_with(memory: int) -> LLM:
+        suffix = {"suffix_decoding_max_cached_requests": memory, "suffix_decoding_min_token_prob": 0}
+        drafters = ["none", {"method": "suffix", **suffix}]
+        llm = LLM(folder, drafters, ops="reference", enable_prefix_caching=False, kv_cache_mib=8)
+        add = llm.engine.add_request
+
+        def watched(ids: Sequence[int], params: Any, spec: Any) -> Any:
+            if spec.drafter == "suffix":
+                asked.append((spec.tenant, *ids))
+            return add(ids, params, spec)
+
+        monkeypatch.setattr(llm.engine, "add_request", watched)
+        return llm
+
+    settings = settings_for({"suffix": (3, 4)}, (1, 2, 4))
+    records = run(llm_with(100), settings)
+    assert len(asked) == 2 * (1 + 5 + 2 + 5 + 4 + 8)  # of each batch size the warm-up, then its loads
+    assert len(set(asked)) == len(asked)
+    tenants = {tenant for tenant, *_ in asked}
+    assert len(tenants) == 2 * (2 + 2 + 4), "but a setting remembers its other prompts"
+    assert all(row.identical for row in rows_of(records, settings)[1])
+
+    def drafted(memory: int, prompts: Sequence[BenchPrompt]) -> list[tuple[int, int]]:
+        records: list[Record] = []
+        run_bench(llm_with(memory), prompts, settings[:3], PARAMS, records, lambda _: None)
+        return [(r.steps, r.accepted) for r in records if r.setting.gamma == 4]
+
+    once, twice = PROMPTS[:1], PROMPTS[:1] * 2
+    assert drafted(100, once) == drafted(0, once)
+    assert drafted(100, twice)[1] != drafted(0, twice)[1] == drafted(0, twice)[0], "the control: there is a memory"
+
+
 def test_an_interrupted_load_leaves_nothing_behind(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     steps = iter(range(3))
     step = llm.engine.step

@@ -268,7 +268,12 @@ TOY_VARIANTS: Mapping[str, Mapping[str, Build]] = {
     "suffix": {
         "chain": _with("suffix", suffix_decoding_branches=1),
         "tree": _with("suffix", suffix_decoding_max_spec_factor=8.0, suffix_decoding_min_token_prob=0.0),
-        "memory": _with("suffix", suffix_decoding_max_cached_requests=3, suffix_decoding_max_cached_tokens=40),
+        "memory": _with(
+            "suffix",
+            suffix_decoding_max_cached_requests=3,
+            suffix_decoding_max_cached_tokens=40,
+            suffix_decoding_min_token_prob=0.0,
+        ),
     },
     "prediction": {"near": _predicted},
     "combine": {

@@ -12,7 +12,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
-from outrider.spec.drafts.suffix import LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
+from outrider.spec.drafts.suffix import LEFT, LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
 from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -51,7 +51,7 @@ def plain_loop(
     ``answers`` are the remembered ones, each with a -1 behind it.
     """
     context, own = (tokens + ahead)[-depth:], tokens + ahead
-    places: list[tuple[list[int], int, int]] = []  # text, where the continuation begins, tokens that agree
+    places: list[tuple[list[int], int, float]] = []  # text, where the continuation begins, what the match is worth
     longest = 0
     for text, end in (own, len(tokens)), (answers, len(answers)):
         found = []
@@ -61,17 +61,18 @@ def plain_loop(
                 agree += 1
             if agree:
                 found.append((max(n for n in LENGTHS if n <= agree), at, agree))
-        places += [(text, at, agree) for _, at, agree in sorted(found, reverse=True)]
+        found = sorted(found, reverse=True)[: max(LEFT, SCANNED - len(places))]
+        places += [(text, at, agree * agree / 12 if text is answers else agree) for _, at, agree in found]
         longest = max([longest, *(agree for _, _, agree in found)])
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
     chance, group = 1.0, places
-    offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, int]]]] = []
+    offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, float]]]] = []
     while len(paths) < 12:
-        children: dict[int, list[tuple[list[int], int, int]]] = {}
-        for text, at, agree in group:
+        children: dict[int, list[tuple[list[int], int, float]]] = {}
+        for text, at, worth in group:
             token = text[at + len(path) % (len(text) - at)]  # the own text goes on as a repetition of itself
-            children.setdefault(token, []).append((text, at, agree))
+            children.setdefault(token, []).append((text, at, worth))
         weighed = []
         for token, heirs in children.items():
             others = [place for other, their in children.items() if other != token for place in their]
@@ -118,12 +119,14 @@ def test_the_tree_is_what_a_plain_loop_finds(
 
 @FAST
 @given(texts, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=4), min_size=1, max_size=3), st.integers(1, 8))
-def test_remembered_answers_count_as_the_text_itself(tokens: list[int], answers: list[list[int]], budget: int) -> None:
-    drafter = suffix(max_cached_requests=10, max_spec_factor=8.0)
+def test_remembered_answers_count_by_the_square_of_what_agrees(
+    tokens: list[int], answers: list[list[int]], budget: int
+) -> None:
+    drafter = suffix(max_cached_requests=10, max_spec_factor=8.0, min_token_prob=0.02)
     for output in answers:
         answer(drafter, output)
     joined = [token for output in answers for token in (*output, -1)]
-    paths, most = plain_loop(tokens, [], joined, 24, 8.0, 0.1, 3)
+    paths, most = plain_loop(tokens, [], joined, 24, 8.0, 0.02, 3)
     assert paths_of(propose(drafter, tokens, budget)) == paths[: min(budget, int(most))]
 
 
@@ -136,6 +139,27 @@ def test_what_speaks_for_a_token_and_what_against_it() -> None:
     assert (draft.tokens, draft.parents) == ((7, 2), (-1, 0))
     first = odds(2, 1, 1, 1)
     assert draft.confidence == pytest.approx((first / (1 + first), first / (1 + first) * 1.6 / 2.6))
+
+
+def test_a_phrase_in_the_memory_says_little_and_an_answer_that_comes_back_much() -> None:
+    drafter = suffix(max_cached_requests=10, min_token_prob=0)
+    answer(drafter, [*range(20, 40)])
+    for agreeing, worth in ((1, 1 / 12), (3, 9 / 12), (12, 12.0)):
+        draft = propose(drafter, [*range(20, 20 + agreeing)], seq_id=agreeing)
+        assert draft.tokens[0] == 20 + agreeing
+        fair = odds(worth, 1, 0, 0)
+        assert draft.confidence is not None
+        assert draft.confidence[0] == pytest.approx(fair / (1 + fair))
+    draft = propose(drafter, [20, 21, 7, 1, 2, 3, 20, 21], 1, seq_id=0)
+    assert draft.tokens == (7,), "what stands in the text itself counts more"
+    draft = propose(suffix(min_token_prob=0), [20, 21, 7, 1, 2, 3, 20, 21], 1)
+    assert draft.confidence == pytest.approx((1.6 / 2.6,))
+    for _ in range(3):
+        answer(drafter, [20, 21, 8])
+    sure = propose(drafter, [20, 21, 7, 1, 2, 3, 20, 21], 8, seq_id=9).confidence
+    assert sure is not None
+    fair = odds(2, 1, 4 / 12, 4)
+    assert sure[0] == pytest.approx(fair / (1 + fair)), "other places in the memory speak against it"
 
 
 def test_a_longer_match_drafts_more_and_counts_more() -> None:
@@ -201,6 +225,7 @@ def test_of_a_very_common_token_only_some_places_are_looked_at() -> None:
     index = TextIndex(LENGTHS)
     index.extend([1] * (3 * SCANNED))
     assert len(matches(index, [1] * 24)) == SCANNED
+    assert len(matches(index, [1] * 24, LEFT)) == LEFT
 
 
 def test_an_index_that_grows_equals_a_fresh_one_and_is_forgotten_when_released() -> None:

@@ -23,8 +23,12 @@ LENGTHS = (8, 4, 2, 1)
 """The n-grams that are kept; a match is then followed backwards to its full length."""
 SCANNED = 16
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
+LEFT = 4
+"""Of these, what is left for the memory at least."""
 EVIDENCE = 0.8
 """The odds of what followed a single token the one other time it was there."""
+REMEMBERED = 1 / 12
+"""What a place in the memory is worth; see ``_remembered``."""
 
 
 @dataclass(frozen=True)
@@ -77,8 +81,9 @@ class Memory:
             del self._indexes[tenant]
 
 
-_Place = tuple[list[int], int, int]
-"""A text, where in it the continuation begins, and how many tokens before agree with the end of the text."""
+_Place = tuple[list[int], int, float]
+"""A text, where in it the continuation begins, and how many tokens before agree with the end of the text (for what is
+remembered: how many of this text would be worth as much)."""
 
 
 class Suffix(Proposer):
@@ -121,12 +126,15 @@ class Suffix(Proposer):
         own.follow(tokens, len(tokens))
         remembered = self.memory.of(span.seq.spec.tenant)
         context = (tokens[-depth:] + ahead)[-depth:]
-        places: list[_Place] = []
-        for index in (own, remembered) if remembered is not None else (own,):
-            places += [(index.tokens, at, agreeing) for at, agreeing in matches(index, context)]
-        if not places:
+        found = matches(own, context)
+        places: list[_Place] = [(own.tokens, at, agreeing) for at, agreeing in found]
+        if remembered is not None:
+            earlier = matches(remembered, context, max(LEFT, SCANNED - len(found)))
+            places += [(remembered.tokens, at, _remembered(agreeing)) for at, agreeing in earlier]
+            found += earlier
+        if not found:
             return Draft.nothing("no end of the text was seen before")
-        longest = max([agreeing for _, _, agreeing in places])
+        longest = max([agreeing for _, agreeing in found])
         nodes = min(budget, int(self.settings.suffix_decoding_max_spec_factor * longest))
         if nodes < 1:
             return Draft.nothing("too little of the end of the text was seen before")
@@ -171,7 +179,7 @@ class Suffix(Proposer):
         return Draft(tuple(tokens), tuple(parents), (None,) * len(tokens), confidence=tuple(confidence))
 
 
-def odds(agreeing: int, places: int, rival: int, others: int) -> float:
+def odds(agreeing: float, places: int, rival: float, others: int) -> float:
     """The odds of a token that stands at ``places`` places, the best of which agrees in ``agreeing`` tokens with the
     end of the text, where at ``others`` places, the best of which agrees in ``rival`` tokens, another one stands.
 
@@ -181,27 +189,38 @@ def odds(agreeing: int, places: int, rival: int, others: int) -> float:
     return EVIDENCE * agreeing * places / ((1 + rival) * math.sqrt(1 + others))
 
 
+def _remembered(agreeing: int) -> float:
+    """How many tokens would have to agree in this text to say as much as ``agreeing`` do in an earlier answer.
+
+    A common phrase goes on in another way there, so that a short match says little; but a long one is an answer that
+    comes back. The factor is the likeliest for the same answers as above, each with those before it remembered.
+    """
+    return REMEMBERED * agreeing * agreeing
+
+
 def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
     """The chance of each token by the places that it follows, in their order; no token ends a text."""
     best = {token: max([agreeing for _, _, agreeing in places]) for token, places in following.items()}
+    first = max(best, key=best.__getitem__)
+    second = max([agreeing for token, agreeing in best.items() if token != first], default=0)
     total = sum([len(places) for places in following.values()])
     chances = []
     for token, places in following.items():
         if token != BETWEEN:
-            rival = max([other for each, other in best.items() if each != token], default=0)
+            rival = second if token == first else best[first]
             fair = odds(best[token], len(places), rival, total - len(places))
             chances.append((fair / (1 + fair), token))
     return chances
 
 
-def matches(index: TextIndex, context: list[int]) -> list[tuple[int, int]]:
+def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[tuple[int, int]]:
     """Places in the index before which the end of ``context`` stands, each with how many tokens agree."""
     found: dict[int, int] = {}
     for n in LENGTHS:
         if n > len(context):
             continue
-        for at in index.places(context[-n:], SCANNED):
-            if len(found) == SCANNED:
+        for at in index.places(context[-n:], most):
+            if len(found) == most:
                 return list(found.items())
             if at not in found:
                 found[at] = index.agreeing(at, context, n)
