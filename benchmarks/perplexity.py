@@ -5,8 +5,8 @@
 
 ``FILE`` is plain text, or JSON Lines whose ``turns`` are joined. The text is cut in windows that start afresh; every
 token after a window's first is scored. ``fp32`` is the reference path with the file's weights in fp32; ``native`` the
-C++ path with the weights as they are in the file; ``int8`` and ``int4`` the same after ``--quantize``. A kind may name how
-its KV is stored: ``native/bfloat16``.
+C++ path with the weights as they are in the file; ``int8`` and ``int4`` the same after ``--quantize``. A kind may name
+how its KV is stored: ``native/bfloat16``.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def chunk_batch(ids: Sequence[int], start: int, end: int) -> Batch:
 def losses(model: LoadedModel, ids: Sequence[int], window: int, kv_cache_dtype: str = "auto") -> torch.Tensor:
     """-log p of every scored token, f64."""
     decoder = model.decoder
-    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, pick_kv_dtype(kv_cache_dtype, decoder.kv_dtype), decoder.device)
+    kv_dtype = pick_kv_dtype(kv_cache_dtype, decoder.kv_dtype)
+    pool = KVPool(model.config, -(-window // BLOCK), BLOCK, kv_dtype, decoder.device)
     found: list[torch.Tensor] = []
     for first in range(0, len(ids) - 1, window):
         piece = ids[first : first + window]

@@ -17,7 +17,7 @@ from outrider.core.errors import SettingError
 from outrider.engine.request import RequestOutput
 from outrider.models.load import LoadedModel
 from outrider.ops.contract import LayerKV
-from outrider.ops.native import NativeOps, available
+from outrider.ops.native import NativeOps, available, available_isas
 from outrider.runtime.memory import MIB
 from outrider.runtime.runner import Runner
 from outrider.spec.drafts.model import ModelSettings, TwoModels
@@ -30,11 +30,12 @@ from tests.toy import toy_config
 TYPES = ("float16", "bfloat16", "int8")
 BUILT = pytest.mark.skipif(not available(), reason="not built")
 OPERATIONS = ("reference", pytest.param("native", marks=BUILT))
+HALF = torch.bfloat16 if "avx512_amx" in available_isas() else torch.float16
+AUTO = HALF if available() else torch.float32  # of a model from a file
 # With each kind of operations, the types that "auto" is not.
 OTHERS = [("reference", kv) for kv in TYPES] + [
-    pytest.param("native", kv, marks=BUILT) for kv in ("float32", "bfloat16", "int8")
+    pytest.param("native", kv, marks=BUILT) for kv in ("float32", *TYPES) if getattr(torch, kv) != HALF
 ]
-AUTO = torch.float16 if available() else torch.float32  # of a model from a file
 PROMPTS = [prompt_of(length, seed) for length, seed in ((3, 1), (9, 1), (14, 2), (25, 3), (6, 4), (14, 1))]
 GREEDY = greedy(24)
 DRAFTERS = dict(registered())
@@ -43,7 +44,8 @@ DRAFTERS = dict(registered())
 @functools.cache
 def target(ops: str, context: int = 256) -> LoadedModel:
     config = toy_config(max_position=context)
-    if ops == "native":
+    if ops == "native":  # its heads are wide enough for the tiles of AMX
+        config = toy_config(max_position=context, head_dim=32)
         return toy_target(config, 1, dtype=torch.float32, quantization="int4", ops=NativeOps(2))
     return toy_target(config, 1)
 
@@ -72,7 +74,7 @@ def test_the_type_is_really_in_use(ops: str) -> None:
     """A control for the tests here: log-probabilities of each type are near those of the others, and not the same."""
     params = greedy(8, logprobs=1)
     seen = []
-    for kv in ("auto", *(("float32", "bfloat16", "int8") if ops == "native" else TYPES)):
+    for kv in ("float32" if ops == "native" else "auto", *TYPES):
         entries = plain(target(ops), PROMPTS[3], params, kv_cache_dtype=kv).completions[0].logprobs
         assert entries
         seen.append(entries[0].logprob)
@@ -83,7 +85,7 @@ def test_the_type_is_really_in_use(ops: str) -> None:
 @pytest.mark.parametrize("ops", OPERATIONS)
 def test_auto_is_16_bits_on_native_operations(ops: str) -> None:
     """And as the model computes on others; the memory plan knows."""
-    model, auto = target(ops), torch.float16 if ops == "native" else torch.float64
+    model, auto = target(ops), HALF if ops == "native" else torch.float64
     engine = make_engine(model, DRAFTERS["none"](context_for(model)))
     parts = [part for kv in engine.runner.pool.layers for part in kv.parts]
     assert {part.dtype for part in parts} == {auto}

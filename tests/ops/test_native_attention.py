@@ -1,4 +1,4 @@
-"""Attention of the native operations over several stretches of positions, and by the tiles of AMX where there are any."""
+"""Attention of the native operations over several stretches of positions, also by tiles where there are any."""
 
 from __future__ import annotations
 
@@ -31,10 +31,8 @@ SHAPES = {
 def in_pieces(
     shape: ModelConfig, sizes: Sequence[int], isa: str, threads: int = 2, in_order: bool = False
 ) -> torch.Tensor:
-    """Logits of a prompt in pieces of these sizes beside another one, then of a chain, a tree and the tree grown further."""
-    paged = Paged(
-        native_decoder(shape, "q8_0", threads, isa), 2, 480, 16, in_order=in_order, kv_dtype=torch.bfloat16
-    )
+    """Logits of a prompt in pieces of these sizes beside another one, then of a chain, a tree, and the tree grown."""
+    paged = Paged(native_decoder(shape, "q8_0", threads, isa), 2, 480, 16, in_order=in_order, kv_dtype=torch.bfloat16)
     out: list[torch.Tensor] = []
     at = 0
     for size in sizes:
