@@ -45,7 +45,7 @@ struct TileScratch {
   uint16_t weights[kSide][kStretch];  // bf16
   uint16_t *queries, *copies, *values;
 
-  // `memory` holds scratch_floats(padded) floats.
+  // In the scratch memory of a task, which has room for it.
   static TileScratch& in(float* memory, int64_t padded) {
     auto& s = *reinterpret_cast<TileScratch*>(memory);
     s.queries = reinterpret_cast<uint16_t*>(&s + 1);
