@@ -78,7 +78,7 @@ def cost_of(
     rng, drafter = random.Random(1), build()
     params, spec = SamplingParams(temperature=0), SpecParams()
     for number in range(remembered // ANSWER):
-        first = rng.randrange(history - ANSWER)
+        first = rng.randrange(max(history - ANSWER, 1))
         seq = Seq(batch + number, text[first : first + ANSWER], 0, params, spec, 0, max_draft=budget)
         drafter.observe([Commit(Span(seq, 0, ANSWER), (), (), 0, finish=FinishReason.LENGTH)])
         drafter.release(seq.id)
@@ -147,7 +147,10 @@ def main() -> None:
         print(f"plain step, batch {batch:2}, context {options.context}: {milliseconds:.2f} ms")
     print(f"{'drafter':10} {'text':9} {'batch':>5} {'taken in':>9} {'median':>8} {'p99':>8}  ms, share of a step")
     for name in options.drafters:
-        memory = {"suffix_decoding_max_cached_requests": options.remembered // ANSWER} if name == "suffix" else {}
+        memory = {}
+        if name == "suffix":
+            memory["suffix_decoding_max_cached_requests"] = options.remembered // ANSWER
+            memory["suffix_decoding_max_cached_tokens"] = max(options.remembered, ANSWER)
         config = spec_from_mapping({"method": name, **memory})
         for kind, text in named.items():
             for batch in BATCHES:

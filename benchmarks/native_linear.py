@@ -101,13 +101,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--isa")
     parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--kv", choices=KV_TYPES, default="fp16")
+    parser.add_argument("--kv", choices=("auto", *KV_TYPES), default="auto")
     parser.add_argument("--seconds", type=float, default=0.5, help="for each figure")
     options = parser.parse_args()
     ops = NativeOps(options.threads, options.isa)
-    print(f"{ops.isa}, {ops.threads} threads, KV {options.kv}, context {options.context}")
+    kv_dtype = KV_TYPES.get(options.kv) or ops.kv_dtype(torch.float32)
+    print(f"{ops.isa}, {ops.threads} threads, KV {kv_dtype}, context {options.context}")
     for fmt in options.formats.split(","):
-        bench = Bench.of(ops, fmt, KV_TYPES[options.kv], options.context)
+        bench = Bench.of(ops, fmt, kv_dtype, options.context)
         print(f"{fmt:>6}  rows     products    layers      head     total   rows/s")
         for rows in map(int, options.rows.split(",")):
             products, layers, head = bench.measure(rows, options.context, options.seconds)

@@ -102,18 +102,22 @@ inline int64_t state_floats(int64_t padded) { return padded + kLanes; }
 struct AttendTask {
   const SeenRow* rows;
   int64_t n_rows, n_heads;
-  const float* q;  // [n_rows][q_stride], scaled for weights that are powers of 2, of bf16's precision if KV has it; each head padded to `padded` floats
+  // [n_rows][q_stride], each head padded to `padded` floats; scaled for weights that are powers of 2, and with KV in bf16
+  // of that precision.
+  const float* q;
   int64_t q_stride, padded;
   KVView kv;
   int64_t kv_head, stretch;
-  float* states;   // [n_rows * n_heads][state_floats]; those of rows that see nothing of the stretch stay as they are
+  float* states;  // [n_rows * n_heads][state_floats]; those of rows that see nothing of the stretch hold nothing of use
   float* scratch;  // attend_scratch() floats
   // Keys that are needed next: asked for from memory meanwhile. None if `n_ahead` is 0.
   const int32_t* ahead;
   int64_t n_ahead, ahead_head;
 };
 
-inline int64_t attend_scratch(int64_t queries, int64_t padded) { return (queries + 64) * kStretch + (kLanes + kStretch) * padded; }
+// Scores, 16 keys turned around, and copies of a stretch; by tiles instead a TileScratch and two copies of half the size.
+constexpr int64_t kTileFloats = 40 * kStretch;
+inline int64_t attend_scratch(int64_t queries, int64_t padded) { return queries * kStretch + kTileFloats + (kLanes + kStretch) * padded; }
 
 // The operations of one instruction set. All sets give the same bits: every sum is taken in one fixed order, with
 // fused multiply-adds where the code says so and nowhere else.
@@ -135,8 +139,9 @@ struct Kernels {
   // Into vector `i` of `half`. What is stored depends on x alone.
   void (*store_kv)(const float* x, const KVView& kv, const KVHalf& half, int64_t i);
   void (*prefetch_kv)(const KVView& kv, const KVHalf& half, int64_t head, const int32_t* slots, int64_t n);
-  void (*narrow)(float* x, int64_t n);
-  // Around a thread's pieces of attention.
+  // To the precision of bf16, in place; NaN stays NaN.
+  void (*round_queries)(float* x, int64_t n);
+  // Each thread calls these around all its tasks of attention: setting up tiles takes a tenth of a task.
   void (*begin_attend)();
   void (*end_attend)();
   void (*attend)(const AttendTask& task);

@@ -3,9 +3,9 @@
 // stretches are added up in their order (the online softmax of Milakov and Gimelshein, 2018). Nothing depends on where a
 // slot lies, on hidden slots in between, or on the other rows of the task, which only share the work of making keys ready.
 //
-// A score is a sum by chunks of 32 dims, of each the sum over its even dims plus that over its odd ones. With KV in bf16
-// the weights are rounded to bf16, too, and the values are added up in the same way: by chunks of 32 positions, the even
-// ones and the odd ones. That is how the tiles of kernel_attend_amx.h do it.
+// A score adds up chunks of 32 dims. A chunk's part is the sum over its even dims plus the sum over its odd ones. With KV
+// in bf16 and whole vectors of dims, weights are rounded to bf16, too, and values are added up like dims: by chunks of 32
+// positions, even and odd ones apart. That is how the tiles of kernel_attend_amx.h do it.
 #pragma once
 
 #include "kernel_rows.h"
@@ -168,9 +168,8 @@ void attend_to(const AttendTask& t) {
   }
 }
 
-// To what bf16 holds, in place.
-void narrow(float* x, int64_t n) {
-  for (int64_t i = 0; i < n; i += kLanes) store_part(x + i, n - i, V::to_bf16(load_part(x + i, n - i)));
+void round_queries(float* x, int64_t n) {
+  for (int64_t i = 0; i < n; i++) x[i] = from_bf16(to_bf16(x[i]));
 }
 
 void attend(const AttendTask& t) {

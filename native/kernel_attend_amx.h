@@ -1,5 +1,5 @@
-// Attention over KV in bf16 by AMX, with the same bits as that of kernel_attend.h (but for numbers below 1.2e-38, which tiles
-// take for 0). A tile register holds 16 keys x 32 dims just as they lie, and is multiplied with 16 queries; then 16
+// Attention over KV in bf16 by AMX, with the same bits as that of kernel_attend.h (but for numbers below 1.2e-38, which
+// tiles take for 0). A tile register holds 16 keys x 32 dims just as they lie, and is multiplied with 16 queries; then 16
 // queries' weights x 32 positions with the values of those positions. Queries of all rows and heads share the tiles, so
 // that a further row costs little more than its weights.
 #pragma once
@@ -43,7 +43,7 @@ struct TileScratch {
   };
   float scores[kSide][kStretch];
   uint16_t weights[kSide][kStretch];  // bf16
-  uint16_t *queries, *copies, *values;
+  uint16_t *queries, *copies, *values;  // [16][padded], [kStretch][padded] twice
 
   // In the scratch memory of a task, which has room for it.
   static TileScratch& in(float* memory, int64_t padded) {
@@ -54,6 +54,8 @@ struct TileScratch {
     return s;
   }
 };
+
+static_assert(sizeof(TileScratch) + 64 <= kTileFloats * sizeof(float));
 
 // Queries to tiles of 16 pairs of dims x 16 queries. Columns behind the last query's four hold anything.
 inline void lay_queries(const float* const* q, int64_t n, int64_t dims, uint16_t* to) {
@@ -92,7 +94,7 @@ inline void turn_products(const float (*products)[kSide], int64_t queries, float
   }
 }
 
-// Where a tile of 16 keys or 32 values lies.
+// Where a tile of 16 keys lies.
 struct Lines {
   const uint16_t* at;
   int64_t step;  // bytes
@@ -113,10 +115,17 @@ inline void find_keys(const AttendTask& t, const int32_t* list, int64_t count, c
   }
 }
 
-// Values to tiles of 16 pairs of positions x 16 dims: in a tile's columns are every other four of 32 dims. Those that no
-// row sees count as 0: whatever lies there, its weight of 0 must not make NaN of it.
-inline void lay_values(const Bf16* const* values, Seen seen, int64_t dims, uint16_t* to) {
-  const auto load = [&](int64_t i, int64_t d) { return i >= seen.first && i < seen.last ? _mm512_loadu_si512(values[i] + d) : _mm512_setzero_si512(); };
+// Values to tiles of 16 pairs of positions x 16 dims: in a tile's columns are every other four of 32 dims. Returns whether
+// all are finite.
+inline bool lay_values(const Bf16* const* values, Seen seen, int64_t dims, uint16_t* to) {
+  const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+  __m512i greatest = _mm512_setzero_si512();
+  const auto load = [&](int64_t i, int64_t d) {
+    if (i < seen.first || i >= seen.last) return _mm512_setzero_si512();
+    const __m512i x = _mm512_loadu_si512(values[i] + d);
+    greatest = _mm512_max_epu16(greatest, _mm512_and_si512(x, magnitude));
+    return x;
+  };
   for (int64_t i = 0; i < round_up(seen.last, kChunk); i += 2)
     for (int64_t d = 0; d < dims; d += kChunk) {
       const __m512i a = load(i, d), b = load(i + 1, d);
@@ -124,6 +133,7 @@ inline void lay_values(const Bf16* const* values, Seen seen, int64_t dims, uint1
       _mm512_storeu_si512(tile, _mm512_unpacklo_epi16(a, b));
       _mm512_storeu_si512(tile + kSide * kChunk, _mm512_unpackhi_epi16(a, b));
     }
+  return !_mm512_cmpge_epu16_mask(greatest, _mm512_set1_epi16(0x7f80));
 }
 
 #define OUTRIDER_FOUR(DO, n) \
@@ -193,22 +203,20 @@ inline void weigh_share(const AttendTask& t, const Share& share, int64_t count, 
   }
 }
 
-// Sums of values to the states of the rows that see any; lay_values says in what order the dims are.
+// Sums of values to states; lay_values says in what order the dims are.
 inline void put_sums(const AttendTask& t, const Share& share, const float (*sums)[4 * kSide], int64_t dims, float* to) {
   const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
   const __m512i high = _mm512_setr_epi32(8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31);
-  for (int64_t r = share.row; r < share.row + share.rows; r++) {
-    const Seen now = seen_of(t.rows[r], t.stretch * kStretch);
-    for (int64_t h = 0; h < share.heads; h++, sums++, to += state_floats(t.padded))
-      for (int64_t d = 0; d < dims && now.first < now.last; d += kChunk) {
-        const V::F a = V::load(*sums + d), b = V::load(*sums + d + kLanes);
-        V::store(to + d, _mm512_permutex2var_ps(a, low, b));
-        V::store(to + d + kLanes, _mm512_permutex2var_ps(a, high, b));
-      }
-  }
+  for (int64_t i = 0; i < share.queries(); i++, sums++, to += state_floats(t.padded))
+    for (int64_t d = 0; d < dims; d += kChunk) {
+      const V::F a = V::load(*sums + d), b = V::load(*sums + d + kLanes);
+      V::store(to + d, _mm512_permutex2var_ps(a, low, b));
+      V::store(to + d + kLanes, _mm512_permutex2var_ps(a, high, b));
+    }
 }
 
-void attend_by_tiles(const AttendTask& t) {
+// Returns whether it could: a weight of 0 would make NaN of a value that is not finite, also for rows that do not see it.
+bool attend_by_tiles(const AttendTask& t) {
   const int64_t base = t.stretch * kStretch, pad = t.padded;
   Seen any = {kStretch, 0};
   for (int64_t r = 0; r < t.n_rows; r++) {
@@ -226,7 +234,7 @@ void attend_by_tiles(const AttendTask& t) {
   SlotReader<Bf16>{t, t.kv.k, nullptr}.read(list, count, at);
   find_keys(t, list, count, at, scratch.copies, keys);
   SlotReader<Bf16>{t, t.kv.v, nullptr}.read(list, count, at);
-  lay_values(at, any, pad, scratch.values);
+  if (!lay_values(at, any, pad, scratch.values)) return false;
 
   const int64_t most_heads = smaller(t.n_heads, kSide), most_rows = kSide / most_heads;
   for (int64_t head = 0; head < t.n_heads; head += most_heads)
@@ -251,6 +259,7 @@ void attend_by_tiles(const AttendTask& t) {
         put_sums(t, share, scratch.sums, dims, states + from);
       }
     }
+  return true;
 }
 
 }  // namespace

@@ -31,13 +31,13 @@ inline V::F exp_lanes(V::F x) {
   const V::F least = V::set(-87.0f);
   const V::F y = V::min(V::set(88.0f), V::max(least, x));  // NaN passes
   const V::F magic = V::set(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
-  const V::F n = V::sub(V::add(V::mul(y, V::set(1.44269504f)), magic), magic);
+  const V::F whole = V::add(V::mul(y, V::set(1.44269504f)), magic), n = V::sub(whole, magic);
   V::F r = V::fma(n, V::set(-0.693359375f), y);
   r = V::fma(n, V::set(2.12194440e-4f), r);
   V::F p = V::set(1.0f / 5040);
   constexpr float taylor[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f};
   for (float c : taylor) p = V::fma(p, r, V::set(c));
-  return V::zero_below(x, least, V::mul(p, V::pow2(n)));
+  return V::zero_below(x, least, V::mul(p, V::pow2(whole)));
 }
 
 float square_mean(const float* x, int64_t k) {

@@ -13,7 +13,7 @@ namespace {
 inline void nothing() {}
 
 constexpr Kernels kernel_table(const char* name) {
-  return {name, V::tile, linear, quantize, left_over, greatest, norm, silu_mul, rotate, store_kv, prefetch_kv, narrow, nothing, nothing, attend, merge, finish};
+  return {name, V::tile, linear, quantize, left_over, greatest, norm, silu_mul, rotate, store_kv, prefetch_kv, round_queries, nothing, nothing, attend, merge, finish};
 }
 
 }  // namespace

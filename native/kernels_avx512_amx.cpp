@@ -18,15 +18,14 @@ void linear_amx(const WeightView& w, const Acts& a, int64_t b0, int64_t b1, floa
   }
 }
 
-}  // namespace
-
-constexpr int64_t kFewQueries = 4;
+constexpr int64_t kFewQueries = 4;  // which wait for memory either way
 
 void attend_amx(const AttendTask& t) {
-  // Few queries wait for memory either way.
-  if (t.kv.format != KVFormat::bf16 || t.kv.dim % kChunk || t.n_rows * t.n_heads <= kFewQueries) return kernels_avx512_vnni()->attend(t);
-  attend_by_tiles(t);
+  const bool tiles = t.kv.format == KVFormat::bf16 && t.kv.dim % kChunk == 0 && t.n_rows * t.n_heads > kFewQueries;
+  if (!tiles || !attend_by_tiles(t)) kernels_avx512_vnni()->attend(t);
 }
+
+}  // namespace
 
 // As avx512_vnni, but for products of many rows with integer weights and attention over KV in bf16.
 const Kernels* kernels_avx512_amx() {

@@ -162,7 +162,7 @@ struct Pass {
       if (h < 0) {
         float* to = turned + (row * heads + piece) * padded;
         kernels().rotate(q + (row * heads + piece) * dim, q_norm, layer.eps, c, s, dim, root, to);
-        if (kv.format == KVFormat::bf16) kernels().narrow(to, dim);
+        if (kv.format == KVFormat::bf16) kernels().round_queries(to, dim);
         std::fill(to + dim, to + padded, 0.0f);
         continue;
       }

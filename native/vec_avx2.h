@@ -54,23 +54,18 @@ struct V {
   static F zero_below(F x, F y, F z) {
     return {_mm256_and_ps(_mm256_cmp_ps(x.a, y.a, _CMP_NLT_UQ), z.a), _mm256_and_ps(_mm256_cmp_ps(x.b, y.b, _CMP_NLT_UQ), z.b)};
   }
-  static F pow2(F n) {
+  static F pow2(F whole) {
     const auto one = [](__m256 x) {
-      return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(127)), 23));
+      return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_slli_epi32(_mm256_castps_si256(x), 23), _mm256_set1_epi32(0x3f800000)));
     };
-    return {one(n.a), one(n.b)};
-  }
-  static F times_pow2(F p, F whole) {
-    const auto one = [](__m256 a, __m256 n) {
-      return _mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(a), _mm256_slli_epi32(_mm256_castps_si256(n), 23)));
-    };
-    return {one(p.a, whole.a), one(p.b, whole.b)};
+    return {one(whole.a), one(whole.b)};
   }
   static F to_bf16(F x) {
     const auto one = [](__m256 a) {
       const __m256i bits = _mm256_castps_si256(a), odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
       const __m256i up = _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), odd);
-      return _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(-0x10000)));
+      const __m256 near = _mm256_castsi256_ps(_mm256_and_si256(up, _mm256_set1_epi32(-0x10000)));
+      return _mm256_blendv_ps(near, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
     };
     return {one(x.a), one(x.b)};
   }

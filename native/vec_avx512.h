@@ -40,17 +40,23 @@ struct V {
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
   static F min(F a, F b) { return _mm512_min_ps(a, b); }
   static F zero_below(F a, F b, F c) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_NLT_UQ), c); }
-  static F pow2(F n) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n), _mm512_set1_epi32(127)), 23));
+  static F pow2(F whole) {
+    const I shifted = _mm512_slli_epi32(_mm512_castps_si512(whole), 23);
+    return _mm512_castsi512_ps(_mm512_add_epi32(shifted, _mm512_set1_epi32(0x3f800000)));
   }
-  static F times_pow2(F p, F whole) {
-    return _mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), _mm512_slli_epi32(_mm512_castps_si512(whole), 23)));
+#ifdef __AVX512BF16__
+  static F to_bf16(F a) {
+    const __m256i halves = reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(a));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
   }
+#else
   static F to_bf16(F a) {
     const I bits = _mm512_castps_si512(a), odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const I up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    return _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(-0x10000)));
+    const F near = _mm512_castsi512_ps(_mm512_and_si512(up, _mm512_set1_epi32(-0x10000)));
+    return _mm512_mask_mov_ps(near, _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q), a);
   }
+#endif
   static F set2(const float* p) {
     double two;
     std::memcpy(&two, p, 8);

@@ -84,21 +84,17 @@ struct V {
       return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(c.v[i]), vcltq_f32(a.v[i], b.v[i])));
     });
   }
-  static F pow2(F n) {
+  static F pow2(F whole) {
     return each([&](int i) {
-      return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtq_s32_f32(n.v[i]), vdupq_n_s32(127)), 23));
-    });
-  }
-  static F times_pow2(F p, F whole) {
-    return each([&](int i) {
-      return vreinterpretq_f32_u32(vaddq_u32(vreinterpretq_u32_f32(p.v[i]), vshlq_n_u32(vreinterpretq_u32_f32(whole.v[i]), 23)));
+      const uint32x4_t shifted = vshlq_n_u32(vreinterpretq_u32_f32(whole.v[i]), 23);
+      return vreinterpretq_f32_u32(vaddq_u32(shifted, vdupq_n_u32(0x3f800000)));
     });
   }
   static F to_bf16(F a) {
     return each([&](int i) {
       const uint32x4_t bits = vreinterpretq_u32_f32(a.v[i]), odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
       const uint32x4_t up = vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), odd);
-      return vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(0xffff0000u)));
+      return vbslq_f32(vceqq_f32(a.v[i], a.v[i]), vreinterpretq_f32_u32(vandq_u32(up, vdupq_n_u32(0xffff0000u))), a.v[i]);
     });
   }
   // The first two steps of sum(): what is left are the sums of four lanes each.

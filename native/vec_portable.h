@@ -81,23 +81,13 @@ struct V {
   static F zero_below(const F& a, const F& b, const F& c) {
     return each([&](int i) { return a.v[i] < b.v[i] ? 0.0f : c.v[i]; });
   }
-  // 2 to the power of a whole number in [-126, 127]
-  static F pow2(const F& n) {
-    return each([&](int i) {
-      const int32_t whole = n.v[i] == n.v[i] ? static_cast<int32_t>(n.v[i]) : 0;
-      return from_bits(static_cast<uint32_t>(whole + 127) << 23);
-    });
+  // 2 to the power of n, in [-126, 127], where `whole` is n + 1.5 * 2^23: n is in its lowest bits.
+  static F pow2(const F& whole) {
+    return each([&](int i) { return from_bits((to_bits(whole.v[i]) << 23) + 0x3f800000u); });
   }
-  // p times 2^n, both from weight_lanes: n is in the lowest bits of `whole`, and the product in range.
-  static F times_pow2(const F& p, const F& whole) {
-    return each([&](int i) { return from_bits(to_bits(p.v[i]) + (to_bits(whole.v[i]) << 23)); });
-  }
-  // Rounded to nearest even as bf16 is, still as fp32.
+  // Rounded as bf16 is, still as fp32; NaN stays NaN.
   static F to_bf16(const F& a) {
-    return each([&](int i) {
-      const uint32_t bits = to_bits(a.v[i]);
-      return from_bits((bits + 0x7fffu + ((bits >> 16) & 1)) & 0xffff0000u);
-    });
+    return each([&](int i) { return from_bf16(outrider::to_bf16(a.v[i])); });
   }
   // p[0] and p[1] by turns.
   static F set2(const float* p) {

@@ -201,7 +201,7 @@ void attention_case(Case& c, KVFormat f) {
       const SeenRow seen[most_rows] = {{list, 0, 260}, {list, 140, 262}, {list, 5, 380}, {list, 5, 380}};
       float* q = c.take<float>(rows * heads * padded);
       for (int64_t i = 0; i < rows * heads * padded; i++) q[i] = i % padded < dim ? c.number(2.0f) : 0.0f;
-      if (f == KVFormat::bf16) c.kernels.narrow(q, rows * heads * padded);
+      if (f == KVFormat::bf16) c.kernels.round_queries(q, rows * heads * padded);
       c.put(q, rows * heads * padded);
       float* scratch = c.take<float>(attend_scratch(rows * heads, padded));
       float* states[3];

@@ -33,7 +33,7 @@ CASES = (
     "norm, silu_mul, rotate",
     *(f"attention {f}" for f in ("f32", "f16", "bf16", "int8")),
 )
-OUT_BYTES = 8 << 20
+OUT_BYTES = 32 << 20
 OUT, STACK, RETURN = 0x4000_0000, 0x5000_0000, 0x6000_0000  # far from the image
 
 

@@ -34,9 +34,6 @@ _KEPT_AS = {"int8": ("Q8_0",), "int4": ("Q4_0", "Q4_1")}
 
 _BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q8_0": 34}
 
-_TILES = ("avx512_amx",)
-"""Instruction sets with tiles, which attend to KV in bf16 for less, the more so the more rows."""
-
 MAX_THREADS = 256
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
@@ -186,8 +183,8 @@ class NativeOps:
         return torch.float32
 
     def kv_dtype(self, computed: torch.dtype) -> torch.dtype:
-        """16 bits: half the bytes, and a long context is read at every step. The tiles of AMX multiply only bf16."""
-        return torch.bfloat16 if self.isa in _TILES else torch.float16
+        """16 bits: half the bytes, and a long context is read at every step. Of such types AMX multiplies bf16."""
+        return torch.bfloat16 if self.isa == "avx512_amx" else torch.float16
 
     def matrix(
         self, stored: StoredMatrix, dtype: torch.dtype, device: torch.device, quantization: str | None

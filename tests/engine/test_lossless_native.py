@@ -30,7 +30,8 @@ NAMES = [name for name, _ in registered()]
 
 @functools.cache
 def target(quantization: str | None) -> LoadedModel:
-    return toy_target(toy_config(), 1, dtype=torch.float32, quantization=quantization, ops=NativeOps(2))
+    config = toy_config(head_dim=32)  # wide enough for the tiles of AMX
+    return toy_target(config, 1, dtype=torch.float32, quantization=quantization, ops=NativeOps(2))
 
 
 GREEDY = greedy(24)

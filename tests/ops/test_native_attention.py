@@ -32,7 +32,7 @@ def in_pieces(
     shape: ModelConfig, sizes: Sequence[int], isa: str, threads: int = 2, in_order: bool = False
 ) -> torch.Tensor:
     """Logits of a prompt in pieces of these sizes beside another one, then of a chain, a tree, and the tree grown."""
-    paged = Paged(native_decoder(shape, "q8_0", threads, isa), 2, 480, 16, in_order=in_order, kv_dtype=torch.bfloat16)
+    paged = Paged(native_decoder(shape, "q8_0", threads, isa), 2, 480, 4, in_order=in_order, kv_dtype=torch.bfloat16)
     out: list[torch.Tensor] = []
     at = 0
     for size in sizes:
@@ -75,3 +75,18 @@ def test_bf16_loses_no_more_than_storing_it_does(name: str) -> None:
     )
     lost = (stored - exact).square().mean().sqrt()
     assert 0 < (got - exact).square().mean().sqrt() < 2 * lost
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_value_that_is_not_finite_reaches_no_row_that_does_not_see_it(isa: str, bad: float) -> None:
+    prompt = [token for token in TOKENS if token != 30][:150]
+    seen = []
+    for value in (0.5, bad):
+        decoder = native_decoder(SHAPES["three a key"], "f32", isa=isa)
+        decoder.embedding[30] = value
+        paged = Paged(decoder, max_len=200, kv_dtype=torch.bfloat16)
+        paged.run(Rows(0, prompt))
+        seen += paged.run(Rows(0, [3], Draft.chain((4, 5, 30, 6))))
+    assert torch.equal(seen[0][:3], seen[1][:3])
+    assert not seen[1][3:].isfinite().any()

@@ -24,7 +24,7 @@ LENGTHS = (8, 4, 2, 1)
 SCANNED = 16
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
 LEFT = 4
-"""Of these, what is left for the memory at least."""
+"""Occurrences in the memory that are looked at even where the text itself has had all of these."""
 EVIDENCE = 0.8
 """The odds of what followed a single token the one other time it was there."""
 REMEMBERED = 1 / 12
