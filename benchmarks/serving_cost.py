@@ -1,6 +1,6 @@
-"""What answers cost by thread, beside or through the server: processor time and context switches, not the clock's time.
+"""What answers cost by thread, offline and through the server: processor time and context switches, not seconds.
 
-    python benchmarks/serving_cost.py [MODEL] [--clients 1] [--tokens 64] [--rounds 20] [--drafter '{"method": "ngram"}']
+    python benchmarks/serving_cost.py [MODEL] [--clients 1] [--tokens 64] [--drafter '{"method": "ngram"}']
 
 The same answers of one engine in turn from the offline API, from the server whole, and from it streamed. Processor time
 hardly depends on who else uses the machine, so that the figures of a noisy one can be compared: microseconds a token of

@@ -67,20 +67,29 @@ class Stream:
             self.closed = True
             self._on_close(self)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What each choice gained since the last look, until all have ended. Raises ApiError."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            got, self._inbox = self._inbox, []
-            for delta in merged(got):
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise self._failure()
-                yield delta
+    async def news(self) -> list[Delta]:
+        """What each choice gained since the last look, as soon as one did; nothing once all have ended.
+
+        Raises ApiError.
+        """
+        while not self._inbox:
             if self._error is not None:
                 raise self._error
-            if self.ended and not self._inbox:
-                return
+            if self.ended:
+                return []
+            await self._news.wait()
+            self._news.clear()
+        deltas, self._inbox = merged(self._inbox), []
+        for delta in deltas:
+            if delta.finish_reason is FinishReason.ERROR:
+                raise self._failure()
+        return deltas
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The same one by one, until all have ended. Raises ApiError."""
+        while deltas := await self.news():
+            for delta in deltas:
+                yield delta
 
     async def outputs(self) -> list[RequestOutput]:
         """The finished requests, in the order of their prompts. Raises ApiError."""
@@ -106,20 +115,21 @@ class Stream:
         return ApiError(500, said, code="request_failed")
 
 
-def merged(deltas: Iterable[Delta]) -> list[Delta]:
+def merged(deltas: list[Delta]) -> list[Delta]:
     """One delta a choice, in the order in which the choices first come."""
+    if len(deltas) == 1:
+        return deltas
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
-    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_index.values()]
+    return [_joined(parts) for parts in by_index.values()]
 
 
 def _joined(parts: list[Delta]) -> Delta:
     last = parts[-1]
-    with_logprobs = last.logprobs is not None
-    return replace(
-        last,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        segments=tuple(segment for part in parts for segment in part.segments),
-        logprobs=tuple(entry for part in parts for entry in part.logprobs or ()) if with_logprobs else None,
-    )
+    logprobs = last.logprobs
+    if logprobs is not None:
+        logprobs = tuple([entry for part in parts for entry in part.logprobs or ()])
+    tokens = tuple([token for part in parts for token in part.token_ids])
+    segments = tuple([segment for part in parts for segment in part.segments])
+    return Delta(last.request_id, last.index, tokens, segments, logprobs, last.finish_reason)
