@@ -153,16 +153,20 @@ class Suffix(Proposer):
                     following[token] = [place]
             depth += 1
             likely = [(sure * chance, token) for chance, token in _chances(following) if sure * chance >= least]
-            if len(likely) > 1:
-                likely.sort(key=lambda each: -each[0])
-            for chance, token in likely[:branches]:
-                order -= 1
-                waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
-            if not waiting:
-                break
-            if len(waiting) > 1:
-                waiting.sort()
-            sure, _, parent, depth, token, group = waiting.pop()
+            if len(likely) == 1 and not waiting:
+                (sure, token), parent = likely[0], len(tokens) - 1
+                group = following[token]
+            else:
+                if len(likely) > 1:
+                    likely.sort(key=lambda each: -each[0])
+                for chance, token in likely[:branches]:
+                    order -= 1
+                    waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
+                if not waiting:
+                    break
+                if len(waiting) > 1:
+                    waiting.sort()
+                sure, _, parent, depth, token, group = waiting.pop()
             tokens.append(token)
             parents.append(parent)
             confidence.append(sure)
@@ -183,13 +187,20 @@ def odds(agreeing: int, places: int, rival: int, others: int) -> float:
 
 def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
     """The chance of each token by the places that it follows, in their order; no token ends a text."""
-    best = {token: max([agreeing for _, _, agreeing in places]) for token, places in following.items()}
-    total = sum([len(places) for places in following.values()])
+    best, first, second, total = [], 0, 0, 0
+    for places in following.values():
+        agreeing = places[0][2] if len(places) == 1 else max([agreeing for _, _, agreeing in places])
+        best.append(agreeing)
+        total += len(places)
+        if agreeing > first:
+            first, second = agreeing, first
+        elif agreeing > second:
+            second = agreeing
     chances = []
-    for token, places in following.items():
+    for (token, places), agreeing in zip(following.items(), best, strict=True):
         if token != BETWEEN:
-            rival = max([other for each, other in best.items() if each != token], default=0)
-            fair = odds(best[token], len(places), rival, total - len(places))
+            rival = second if agreeing == first else first
+            fair = odds(agreeing, len(places), rival, total - len(places))
             chances.append((fair / (1 + fair), token))
     return chances
 
