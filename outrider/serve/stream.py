@@ -30,7 +30,7 @@ class Stream:
         self._on_close = on_close
         self._error: ApiError | None = None
         self._inbox: list[Delta] = []
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # set while it waits
         self._collected = -math.inf  # when there was something new, the engine thread's clock
 
     def collect(self, now: float, interval: float) -> tuple[list[Delta], bool]:
@@ -53,13 +53,13 @@ class Stream:
     def put(self, deltas: Iterable[Delta], ended: bool) -> None:
         self._inbox += deltas
         self.ended = self.ended or ended
-        self._news.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with an error, for whoever reads it now or later."""
         if not self.ended:
             self._error, self.ended = error, True
-            self._news.set()
+            self._wake()
 
     def close(self) -> None:
         """The reader is done: a request that still runs is aborted. Doing it twice is harmless."""
@@ -77,8 +77,7 @@ class Stream:
                 raise self._error
             if self.ended:
                 return []
-            await self._news.wait()
-            self._news.clear()
+            await self._change()
         deltas, self._inbox = merged(self._inbox), []
         for delta in deltas:
             if delta.finish_reason is FinishReason.ERROR:
@@ -94,8 +93,7 @@ class Stream:
     async def outputs(self) -> list[RequestOutput]:
         """The finished requests, in the order of their prompts. Raises ApiError."""
         while not self.ended:
-            await self._news.wait()
-            self._news.clear()
+            await self._change()
         if self._error is not None:
             raise self._error
         outputs = self.results()
@@ -106,6 +104,15 @@ class Stream:
     def results(self) -> list[RequestOutput]:
         """The same, once all have ended."""
         return [RequestOutput.of(request) for request in self.requests]
+
+    async def _change(self) -> None:
+        """Waits for ``put`` or ``fail``; of the one reader there is."""
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
     def _failure(self) -> ApiError:
         failed = next((a for request in self.requests for a in request.answers if a.error), None)
