@@ -38,13 +38,15 @@ class Stream:
 
         Nothing is new for ``interval`` seconds after something was: that stays where it is, unless all has ended.
         """
-        ended = all(request.finished is not None for request in self.requests)
+        ended = None not in [request.finished for request in self.requests]
         if not ended and now - self._collected < interval:
             return [], False
         deltas: list[Delta] = []
         for place, request in enumerate(self.requests):
-            if self.live:
-                deltas += (replace(d, index=place * self._n + d.index) if place else d for d in request.pending)
+            if self.live and not place:
+                deltas += request.pending
+            elif self.live:
+                deltas += [replace(delta, index=place * self._n + delta.index) for delta in request.pending]
             request.pending.clear()
         if deltas:
             self._collected = now
