@@ -31,8 +31,9 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-BESIDE = 2.0
-"""What a draft takes of the controller's own time, in those of weighing it: learning from it takes as long."""
+BESIDE = 4.0
+"""What a draft takes of the controller's own time, in those of weighing it: learning from it takes as long, and the
+decisions that follow from it twice as long (measured at 16 sequences)."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
 DOUBT = 0.5
