@@ -80,6 +80,8 @@ class BlockManager:
         nothing changed, when there are not enough free blocks.
         """
         first, last = start // self.block_size, self.blocks_for(end)
+        if last == len(seq.blocks) == first + 1 and not self._is_frozen(seq.blocks[first]):
+            return []  # most often: room in the newest block
         frozen = [i for i, block in enumerate(seq.blocks[first:last], first) if self._is_frozen(block)]
         if len(frozen) + max(0, last - len(seq.blocks)) > self.n_free:
             return None

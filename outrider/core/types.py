@@ -109,7 +109,9 @@ class Span:
     @property
     def n_logit_rows(self) -> int:
         """Rows that get logits: the newest token's and the draft's, unless this is a middle chunk of a prompt."""
-        return (self.n_new > 0) + len(self.draft.tokens) - self.done if self.reaches_end else 0
+        if self.start + self.n_new != len(self.seq.tokens):
+            return 0
+        return (self.n_new > 0) + len(self.draft.tokens) - self.done
 
     @property
     def reaches_end(self) -> bool:

@@ -45,10 +45,11 @@ class SpecStats:
         self.drafted += drafted
         self.accepted += accepted
         self.emitted += emitted
-        counts = self.accepted_per_position
-        counts += [0] * (accepted - len(counts))
-        for depth in range(accepted):
-            counts[depth] += 1
+        if accepted:
+            counts = self.accepted_per_position
+            counts += [0] * (accepted - len(counts))
+            for depth in range(accepted):
+                counts[depth] += 1
         if reason:
             self.no_draft[reason] = self.no_draft.get(reason, 0) + 1
         if sources:

@@ -70,7 +70,9 @@ def commit_step(
         seq = span.seq
         seq.n_computed = min(span.end + len(nodes), len(seq.tokens) - 1)
         blocks.commit(seq)
-        rows = (*range(span.n_new), *[span.n_new + node for node in nodes])
+        rows = tuple(range(span.n_new))
+        if nodes:
+            rows += tuple([span.n_new + node for node in nodes])
         own = None if features is None else features[torch.tensor(rows, device=features.device) + first_row]
         commits.append(
             Commit(span, rows, outcome.new_tokens, len(outcome.path), own, outcome.probe_tokens, outcome.finish)

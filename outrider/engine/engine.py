@@ -271,6 +271,10 @@ class Engine:
         if not span.reaches_end:
             return None
         seq, answer = span.seq, self._answer_of[span.seq.id]
+        if best is not None and not span.draft.tokens:  # most often, and then every rule says the same
+            token = answer.sampler.plain_choice(logits[0], int(best[0]))
+            if token is not None:
+                return Verdict((), token)
         method = seq.spec.verification(self.spec.rejection_sample_method)
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft, best)

@@ -48,7 +48,7 @@ class Request:
         return [answer.seq for answer in self.answers]
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: that takes several times as long to make, and each step makes one a sequence
 class Delta:
     """What one step added to one answer: all of it final."""
 
@@ -61,7 +61,7 @@ class Delta:
 
     @property
     def text(self) -> str:
-        return "".join(segment.text for segment in self.segments)
+        return "".join([segment.text for segment in self.segments])
 
 
 @dataclass(frozen=True)

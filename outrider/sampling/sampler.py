@@ -63,6 +63,7 @@ class Sampler:
         self._endings = np.array(sorted(i for i in endings if i < vocab_size), dtype=np.int64)
         self._floor = max(math.log(params.min_p), _LOWEST) if params.min_p > 0 else _LOWEST
         self._greedy = params.greedy
+        self._plain = params.greedy and not self._shapes and not params.min_tokens
         self._inverse = 1.0 / max(params.temperature, _COLDEST)
 
     @staticmethod
@@ -71,6 +72,11 @@ class Sampler:
         grammar = None if params.grammar is None else model.grammars.compile(params.grammar)
         shape = model.config
         return Sampler(params, shape.vocab_size, shape.eos_ids, model.n_tokens, model.unused_ids, grammar)
+
+    def plain_choice(self, logits: NDArray[np.floating], top: int) -> int | None:
+        """The next token where it is simply that with the greatest of ``logits`` [V], which is ``top``; else None."""
+        known = self._plain and 0 <= top < self.n_tokens and math.isfinite(logits[top])
+        return top if known else None
 
     def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
         """What the next token is drawn from. ``logits`` [V] stay as they are.

@@ -38,7 +38,11 @@ class Caller:
 
 
 class RequestIds:
-    """Gives every request an id, the client's own (``X-Request-Id``) or a new one, and every response the same."""
+    """Gives every request an id, the client's own (``X-Request-Id``) or a new one, and every response the same.
+
+    Outermost of all, it also notes the way straight to the client, for the pieces of a stream: what stands between has
+    to do with the start of a response only.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -47,6 +51,7 @@ class RequestIds:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["straight"] = send
         given = Headers(scope=scope).get(HEADER, "")
         request_id = scope["request_id"] = given if _GIVEN.fullmatch(given) else uuid.uuid4().hex
 

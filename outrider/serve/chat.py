@@ -39,9 +39,9 @@ async def answer(service: Service, request: ChatRequest, caller: Caller) -> Resp
     writer = _Writer(service, bool(tools), logprobs is not None)
     if request.stream:
         reply = Reply(service, request, caller.id("chatcmpl"), "chat.completion.chunk", len(prompt))
-        return reply.stream(stream, writer.pieces)
+        return reply.stream(stream, writer)
     reply = Reply(service, request, caller.id("chatcmpl"), "chat.completion", len(prompt))
-    return await reply.whole(stream, writer.choices)
+    return await reply.whole(stream, writer)
 
 
 async def chat_prompt(
@@ -106,20 +106,31 @@ class _Writer:
             reason = _with_calls(reason) if parser.calls else reason
         elif delta.text:
             sent.append({"content": delta.text})
-        pieces: list[Choice] = [{"index": index, "delta": d, "logprobs": None, "finish_reason": None} for d in sent]
+        pieces = [_piece(index, fields) for fields in sent]
         if reason is not None:
-            pieces.append({"index": index, "delta": {}, "logprobs": None, "finish_reason": reason})
+            pieces.append(_piece(index, {}, reason))
         if delta.logprobs:
             if not pieces:
-                pieces.append({"index": index, "delta": {"content": ""}, "logprobs": None, "finish_reason": None})
+                pieces.append(self.blank(index))
             with_text = next((p for p in pieces if p["delta"].get("content") or "tool_calls" in p["delta"]), pieces[0])
             with_text["logprobs"] = self._logprobs(delta.logprobs)
         return pieces
+
+    def is_text(self, delta: Delta) -> bool:
+        plain = delta.finish_reason is None and not self._with_logprobs and not self._with_tools
+        return plain and delta.index in self._begun
+
+    def blank(self, index: int) -> Choice:
+        return _piece(index, {"content": ""})
 
     def _logprobs(self, entries: Sequence[TokenLogprob] | None) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
         return {"content": chat_entries(entries or (), self._tokenizer), "refusal": None}
+
+
+def _piece(index: int, delta: dict[str, Any], reason: str | None = None) -> Choice:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
 def _event_deltas(events: Sequence[str | Call], index: int) -> list[dict[str, Any]]:

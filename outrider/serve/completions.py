@@ -35,8 +35,8 @@ async def complete(service: Service, request: CompletionRequest, caller: Caller)
     reply = Reply(service, request, caller.id("cmpl"), "text_completion", sum(map(len, prompts)))
     writer = _Writer(service, request, _echoes(service, request, prompts))
     if request.stream:
-        return reply.stream(stream, writer.pieces)
-    return await reply.whole(stream, writer.choices)
+        return reply.stream(stream, writer)
+    return await reply.whole(stream, writer)
 
 
 def _check(request: CompletionRequest) -> None:
@@ -106,6 +106,12 @@ class _Writer:
         if not text and reason is None and not delta.logprobs:
             return []
         return [self._choice(delta.index, text, reason, delta.logprobs)]
+
+    def is_text(self, delta: Delta) -> bool:
+        return delta.finish_reason is None and self._top is None and delta.index not in self._echo
+
+    def blank(self, index: int) -> Choice:
+        return self._choice(index, "", None, None)
 
     def _choice(self, index: int, text: str, reason: str | None, logprobs: Any) -> Choice:
         shown = None

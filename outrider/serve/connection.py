@@ -70,6 +70,7 @@ class _Line:
 
     def __init__(self, transport: asyncio.Transport, hangs_up: Callable[[], bool]) -> None:
         self._transport, self._hangs_up, self._closing = transport, hangs_up, False
+        self.write = transport.write
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from outrider.engine.answer import SpecStats
@@ -83,7 +83,7 @@ class Journal:
         for i, request in enumerate(stream.requests):
             id = caller.request_id if len(stream.requests) == 1 else f"{caller.request_id}-{i}"
             record = RequestRecord.of(request, id)
-            values = asdict(record)
+            values = {**vars(record)}
             if self._log and logger.isEnabledFor(logging.INFO):
                 logger.info("request %s", in_words(values), extra={"event": "request", "values": values})
             if self._tracer is not None:

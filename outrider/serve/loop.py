@@ -175,12 +175,14 @@ class EngineLoop:
         self._close(stream)
 
     def _deliver(self, news: list[tuple[Stream, list[Delta], bool]]) -> None:
+        over: list[Stream] = []
         for stream, deltas, ended in news:
             stream.put(deltas, ended)
             if ended:
                 self._release(stream)
+                over.append(stream)
         if self._on_end is not None:
-            for stream in (stream for stream, _, ended in news if ended):
+            for stream in over:
                 self._on_end(stream)
 
     def _end(self, error: ApiError) -> None:

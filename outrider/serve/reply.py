@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, Protocol
 
 from outrider.core.types import FinishReason
 from outrider.engine.request import Delta, RequestOutput
@@ -15,6 +15,22 @@ from outrider.serve.usage import counts, speculation, usage
 from outrider.serve.web import EventStream, Json, dumps
 
 Choice = dict[str, Any]
+
+
+class Writer(Protocol):
+    """Puts the answers of one request into an endpoint's form."""
+
+    def choices(self, outputs: Sequence[RequestOutput]) -> list[Choice]:
+        """Of all that have ended."""
+
+    def pieces(self, delta: Delta) -> list[Choice]:
+        """Of what is new in one, for a frame each."""
+
+    def is_text(self, delta: Delta) -> bool:
+        """Whether that is ``blank`` with the delta's text in it, if it has one, and nothing else."""
+
+    def blank(self, index: int) -> Choice:
+        """The piece of an answer that is a text and nothing else; here an empty one."""
 
 
 class Reply:
@@ -32,32 +48,43 @@ class Reply:
         self._waiting: dict[int, list[dict[str, Any]]] = {}  # segments of a choice that were not sent yet
         self._metrics = request.speculative.metrics or service.settings.per_request_spec_decode_metrics
 
-    async def whole(self, stream: Stream, choices: Callable[[Sequence[RequestOutput]], list[Choice]]) -> Json:
+    async def whole(self, stream: Stream, writer: Writer) -> Json:
         """The response in one piece, when all has ended."""
         try:
             outputs = await stream.outputs()
         finally:
             stream.close()
-        body = self._head(choices(outputs)) | {"usage": usage(outputs)} | self._measured(outputs)
+        body = self._head(writer.choices(outputs)) | {"usage": usage(outputs)} | self._measured(outputs)
         return Json(body)
 
-    def stream(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> EventStream:
-        """The response piece by piece; ``choices`` makes of a delta what is to be sent, one frame each."""
-        return EventStream(stream, self._frames(stream, choices))
+    def stream(self, stream: Stream, writer: Writer) -> EventStream:
+        """The response piece by piece."""
+        return EventStream(stream, self._frames(stream, writer))
 
-    async def _frames(self, stream: Stream, choices: Callable[[Delta], list[Choice]]) -> AsyncIterator[bytes]:
-        """What each delta makes, in one piece. Only a choice is made anew: a token's time is the server's time too."""
-        before, _, after = dumps(self._head([])).rpartition(b"[]")
+    async def _frames(self, stream: Stream, writer: Writer) -> AsyncIterator[bytes]:
+        """What is new, in one piece. Only what differs is made anew: a token's time is the server's time too."""
+        head, _, end = dumps(self._head([])).rpartition(b"[]")
+        before, after = b"data: " + head + b"[", b"]" + end + b"\n\n"
+        if self._usage:
+            after = b"]" + end[:-1] + b',"usage":null}\n\n'
+        around: dict[int, list[bytes]] = {}  # the text of a choice
         generated = 0
-        async for delta in stream.deltas():
-            generated += len(delta.token_ids)
-            if self._running_usage:
-                after = b',"usage":' + dumps(counts(self._prompt_tokens, generated)) + b"}"
-            elif self._usage:
-                after = b',"usage":null}'
-            told = self._traced(delta, choices(delta)) if self._segments else choices(delta)
-            if told:
-                yield b"".join(b"data: " + before + b"[" + dumps(choice) + b"]" + after + b"\n\n" for choice in told)
+        while deltas := await stream.news():
+            frames: list[bytes] = []
+            for delta in deltas:
+                if self._running_usage:
+                    generated += len(delta.token_ids)
+                    after = b"]" + end[:-1] + b',"usage":' + dumps(counts(self._prompt_tokens, generated)) + b"}\n\n"
+                if self._segments or not writer.is_text(delta):
+                    pieces = self._traced(delta, writer.pieces(delta)) if self._segments else writer.pieces(delta)
+                    frames += [before + dumps(piece) + after for piece in pieces]
+                elif text := delta.text:
+                    if delta.index not in around:
+                        around[delta.index] = dumps(writer.blank(delta.index)).split(b'""')
+                    opening, closing = around[delta.index]
+                    frames.append(before + opening + dumps(text) + closing + after)
+            if frames:
+                yield b"".join(frames)
         if self._usage or self._metrics:
             outputs = stream.results()
             yield frame(self._head([]) | {"usage": usage(outputs)} | self._measured(outputs))

@@ -33,7 +33,7 @@ class ServerSettings:
         60, "seconds without a byte after which a client that should read or send is given up", low=0.001
     )
     stream_interval: float = setting(
-        0.01, "seconds between two pieces of a streamed answer, at least; tokens that come faster go together", low=0
+        0.02, "seconds between two pieces of a streamed answer, at least; tokens that come faster go together", low=0
     )
     grace: float = setting(30, "seconds that running requests get on shutdown", low=0)
     per_request_spec_decode_metrics: bool = setting(False, "show in every response what speculation did for it")

@@ -30,7 +30,7 @@ class Stream:
         self._on_close = on_close
         self._error: ApiError | None = None
         self._inbox: list[Delta] = []
-        self._news = asyncio.Event()
+        self._reader: asyncio.Future[None] | None = None  # set while it waits
         self._collected = -math.inf  # when there was something new, the engine thread's clock
 
     def collect(self, now: float, interval: float) -> tuple[list[Delta], bool]:
@@ -38,13 +38,15 @@ class Stream:
 
         Nothing is new for ``interval`` seconds after something was: that stays where it is, unless all has ended.
         """
-        ended = all(request.finished is not None for request in self.requests)
+        ended = None not in [request.finished for request in self.requests]
         if not ended and now - self._collected < interval:
             return [], False
         deltas: list[Delta] = []
         for place, request in enumerate(self.requests):
-            if self.live:
-                deltas += (replace(d, index=place * self._n + d.index) if place else d for d in request.pending)
+            if self.live and not place:
+                deltas += request.pending
+            elif self.live:
+                deltas += [replace(delta, index=place * self._n + delta.index) for delta in request.pending]
             request.pending.clear()
         if deltas:
             self._collected = now
@@ -53,13 +55,13 @@ class Stream:
     def put(self, deltas: Iterable[Delta], ended: bool) -> None:
         self._inbox += deltas
         self.ended = self.ended or ended
-        self._news.set()
+        self._wake()
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with an error, for whoever reads it now or later."""
         if not self.ended:
             self._error, self.ended = error, True
-            self._news.set()
+            self._wake()
 
     def close(self) -> None:
         """The reader is done: a request that still runs is aborted. Doing it twice is harmless."""
@@ -67,26 +69,33 @@ class Stream:
             self.closed = True
             self._on_close(self)
 
-    async def deltas(self) -> AsyncIterator[Delta]:
-        """What each choice gained since the last look, until all have ended. Raises ApiError."""
-        while True:
-            await self._news.wait()
-            self._news.clear()
-            got, self._inbox = self._inbox, []
-            for delta in merged(got):
-                if delta.finish_reason is FinishReason.ERROR:
-                    raise self._failure()
-                yield delta
+    async def news(self) -> list[Delta]:
+        """What each choice gained since the last look, as soon as one did; nothing once all have ended.
+
+        Raises ApiError.
+        """
+        while not self._inbox:
             if self._error is not None:
                 raise self._error
-            if self.ended and not self._inbox:
-                return
+            if self.ended:
+                return []
+            await self._change()
+        deltas, self._inbox = merged(self._inbox), []
+        for delta in deltas:
+            if delta.finish_reason is FinishReason.ERROR:
+                raise self._failure()
+        return deltas
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """The same one by one, until all have ended. Raises ApiError."""
+        while deltas := await self.news():
+            for delta in deltas:
+                yield delta
 
     async def outputs(self) -> list[RequestOutput]:
         """The finished requests, in the order of their prompts. Raises ApiError."""
         while not self.ended:
-            await self._news.wait()
-            self._news.clear()
+            await self._change()
         if self._error is not None:
             raise self._error
         outputs = self.results()
@@ -98,6 +107,15 @@ class Stream:
         """The same, once all have ended."""
         return [RequestOutput.of(request) for request in self.requests]
 
+    async def _change(self) -> None:
+        """Waits for ``put`` or ``fail``; of the one reader there is."""
+        self._reader = asyncio.get_running_loop().create_future()
+        await self._reader
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
     def _failure(self) -> ApiError:
         failed = next((a for request in self.requests for a in request.answers if a.error), None)
         said = f"the request ended with an error: {failed.error if failed else 'unknown'}"
@@ -106,20 +124,21 @@ class Stream:
         return ApiError(500, said, code="request_failed")
 
 
-def merged(deltas: Iterable[Delta]) -> list[Delta]:
+def merged(deltas: list[Delta]) -> list[Delta]:
     """One delta a choice, in the order in which the choices first come."""
+    if len(deltas) == 1:
+        return deltas
     by_index: dict[int, list[Delta]] = {}
     for delta in deltas:
         by_index.setdefault(delta.index, []).append(delta)
-    return [parts[0] if len(parts) == 1 else _joined(parts) for parts in by_index.values()]
+    return [_joined(parts) for parts in by_index.values()]
 
 
 def _joined(parts: list[Delta]) -> Delta:
     last = parts[-1]
-    with_logprobs = last.logprobs is not None
-    return replace(
-        last,
-        token_ids=tuple(token for part in parts for token in part.token_ids),
-        segments=tuple(segment for part in parts for segment in part.segments),
-        logprobs=tuple(entry for part in parts for entry in part.logprobs or ()) if with_logprobs else None,
-    )
+    logprobs = last.logprobs
+    if logprobs is not None:
+        logprobs = tuple([entry for part in parts for entry in part.logprobs or ()])
+    tokens = tuple([token for part in parts for token in part.token_ids])
+    segments = tuple([segment for part in parts for segment in part.segments])
+    return Delta(last.request_id, last.index, tokens, segments, logprobs, last.finish_reason)

@@ -83,25 +83,25 @@ class EventStream(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            await unless_gone(receive, self._send(send))
+            await unless_gone(receive, self._send(send, scope.get("straight", send)))
         except ClientGoneError:
             pass
         finally:
             self._stream.close()
 
-    async def _send(self, send: Send) -> None:
-        """Sends the frames; an error in their midst is the last one."""
+    async def _send(self, send: Send, straight: Send) -> None:
+        """Sends the frames, all but the start ``straight``; an error in their midst is the last one."""
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
             async for frames in self._frames:
-                await send({"type": "http.response.body", "body": frames, "more_body": True})
+                await straight({"type": "http.response.body", "body": frames, "more_body": True})
             end = DONE
         except Exception as error:
             shown = as_api_error(error)
             if shown is not error:
                 logger.error("a stream broke off", exc_info=True)
             end = b"data: " + dumps(shown.body) + b"\n\n" + DONE
-        await send({"type": "http.response.body", "body": end, "more_body": False})
+        await straight({"type": "http.response.body", "body": end, "more_body": False})
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:

@@ -31,8 +31,9 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-BESIDE = 2.0
-"""What a probe takes of the controller's own time, in those of weighing it: learning from it takes as long."""
+BESIDE = 4.0
+"""What a draft takes of the controller's own time, in those of weighing it: learning from it takes as long, and the
+decisions that follow from it twice as long (measured at 16 sequences)."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
 DOUBT = 0.5
@@ -306,9 +307,10 @@ class AutoLength(DraftController):
             depth = min(depth, LEAP + 2 * max(request.survival.tried, drafter.survival.tried))
         survival, presence = request.survival.estimate(depth)
         row = self.costs.per_seen * len(span.seq)
+        first = drafter.cost.base + BESIDE * self._weighing.slope
         if drafter.whole and depth:
             each = sum(s * p for s, p in zip(survival[:depth], presence, strict=False)) / depth
-            wish = Wish((each,) * depth, (1.0,) * depth, drafter.cost.base, drafter.cost.slope, row)
+            wish = Wish((each,) * depth, (1.0,) * depth, first, drafter.cost.slope, row)
         else:
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
             if request.on:
@@ -319,7 +321,7 @@ class AutoLength(DraftController):
                     break
                 least = min(least, s + doubt * math.sqrt(s * (1 - s)))
                 chances.append(least)
-            wish = Wish(chances, presence, drafter.cost.base, drafter.cost.slope, row)
+            wish = Wish(chances, presence, first, drafter.cost.slope, row)
         request.wish = wish
         return wish
 
@@ -356,13 +358,12 @@ class AutoLength(DraftController):
             request.weighed += 1
             if request.weighed <= TOLD:
                 drafter.luck.add(request.expected, span.accepted)
-        cost = drafter.cost.at(request.asked)
+        cost = drafter.cost.at(request.asked) + BESIDE * self._weighing.slope
         if request.sent:
             cost += (per_row + self.costs.per_seen * request.context) * request.sent
         if request.probing:
             won = span.accepted * self._token_seconds
-            lost = cost + BESIDE * self._weighing.slope
-            request.account = min(request.account - lost + won, max(self._token_seconds, 1.5 * lost))
+            request.account = min(request.account - cost + won, max(self._token_seconds, 1.5 * cost))
         request.asked = 0
         return cost
 

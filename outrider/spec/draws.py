@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from outrider.core.dist import Dist
 from outrider.core.errors import SettingError, nearest
@@ -14,8 +13,7 @@ from outrider.core.types import Draws
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class CounterDraws:
+class CounterDraws(NamedTuple):
     """Independent draws of one step; ``base`` is the number of committed tokens when the step began.
 
     Numbers are keyed by (base, depth), not by their sum, the position. Block verification looks at the numbers of
@@ -38,8 +36,7 @@ class CounterDraws:
         return dist.sample(u)
 
 
-@dataclass(frozen=True)
-class CoupledDraws:
+class CoupledDraws(NamedTuple):
     """The target's own token at every absolute position, a function of seed and position: for coupled verification."""
 
     seed: int

@@ -52,8 +52,10 @@ class Counts:
         keep = self._keep
         for rows, there, right in self._new:
             there, sought = min(there, rows), min(rows, SEEKING)
-            _reach(sought, self.asked, self.filled)
-            _reach(there, self.there, self.accepted)
+            if sought > len(self.asked):
+                _reach(sought, self.asked, self.filled)
+            if there > len(self.there):
+                _reach(there, self.there, self.accepted)
             self.asked[:sought] = [count * keep + 1 for count in self.asked[:sought]]
             self.filled[:sought] = [count * keep + (i < there) for i, count in enumerate(self.filled[:sought])]
             self.there[:there] = [count * keep + 1 for count in self.there[:there]]

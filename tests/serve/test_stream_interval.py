@@ -3,18 +3,37 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 
 from outrider import LLM
+from outrider.engine.request import Delta
+from outrider.serve.loop import EngineLoop
+from outrider.serve.stream import Stream
 from tests.serve.serving import make_llm, run, until
 from tests.serve.test_loop import LONG, PLAIN, SHORT, started
+
+
+def handed_out(loop: EngineLoop) -> dict[Stream, list[int]]:
+    """Tokens of each piece of news, as the engine's thread gave it, however late its reader looks."""
+    given: dict[Stream, list[int]] = defaultdict(list)
+    deliver = loop._deliver
+
+    def noted(news: list[tuple[Stream, list[Delta], bool]]) -> None:
+        for stream, deltas, _ in news:
+            given[stream].append(sum(len(delta.token_ids) for delta in deltas))
+        deliver(news)
+
+    loop._deliver = noted  # type: ignore[method-assign]
+    return given
 
 
 def test_what_comes_within_the_interval_goes_together(llm: LLM) -> None:
     async def work() -> None:
         loop = await started(llm.engine, interval=1e6)
+        given = handed_out(loop)
         stream = await loop.submit([[5, 6, 7]], SHORT, PLAIN)
-        pieces = [len(delta.token_ids) async for delta in stream.deltas()]
-        assert pieces == [1, 4]  # the first at once, the rest with the end
+        assert sum([len(delta.token_ids) async for delta in stream.deltas()]) == 5
+        assert given[stream] == [1, 4]  # the first at once, the rest with the end
         stream.close()
         await loop.stop()
 
@@ -45,9 +64,11 @@ def test_who_waits_for_a_seat_lets_the_others_news_go_together(folder: str) -> N
 
     async def work() -> None:
         loop = await started(engine, interval=1e6)
+        given = handed_out(loop)
         first, second = await asyncio.gather(*(loop.submit([[5, 6, 7 + i]], SHORT, PLAIN) for i in range(2)))
         for stream in (first, second):
-            assert [len(delta.token_ids) async for delta in stream.deltas()] == [1, 4]
+            assert sum([len(delta.token_ids) async for delta in stream.deltas()]) == 5
+            assert given[stream] == [1, 4]
             stream.close()
         await loop.stop()
 

@@ -161,16 +161,20 @@ class Suffix(Proposer):
                     following[token] = [place]
             depth += 1
             likely = [(sure * chance, token) for chance, token in _chances(following) if sure * chance >= least]
-            if len(likely) > 1:
-                likely.sort(key=lambda each: -each[0])
-            for chance, token in likely[:branches]:
-                order -= 1
-                waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
-            if not waiting:
-                break
-            if len(waiting) > 1:
-                waiting.sort()
-            sure, _, parent, depth, token, group = waiting.pop()
+            if len(likely) == 1 and not waiting:
+                (sure, token), parent = likely[0], len(tokens) - 1
+                group = following[token]
+            else:
+                if len(likely) > 1:
+                    likely.sort(key=lambda each: -each[0])
+                for chance, token in likely[:branches]:
+                    order -= 1
+                    waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
+                if not waiting:
+                    break
+                if len(waiting) > 1:
+                    waiting.sort()
+                sure, _, parent, depth, token, group = waiting.pop()
             tokens.append(token)
             parents.append(parent)
             confidence.append(sure)
@@ -200,15 +204,22 @@ def _remembered(agreeing: int) -> float:
 
 def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
     """The chance of each token by the places that it follows, in their order; no token ends a text."""
-    best = {token: max([agreeing for _, _, agreeing in places]) for token, places in following.items()}
-    first = max(best, key=best.__getitem__)
-    second = max([agreeing for token, agreeing in best.items() if token != first], default=0)
-    total = sum([len(places) for places in following.values()])
+    best: list[float] = []
+    first = second = 0.0
+    total = 0
+    for places in following.values():
+        agreeing = places[0][2] if len(places) == 1 else max([agreeing for _, _, agreeing in places])
+        best.append(agreeing)
+        total += len(places)
+        if agreeing > first:
+            first, second = agreeing, first
+        elif agreeing > second:
+            second = agreeing
     chances = []
-    for token, places in following.items():
+    for (token, places), agreeing in zip(following.items(), best, strict=True):
         if token != BETWEEN:
-            rival = second if token == first else best[first]
-            fair = odds(best[token], len(places), rival, total - len(places))
+            rival = second if agreeing == first else first
+            fair = odds(agreeing, len(places), rival, total - len(places))
             chances.append((fair / (1 + fair), token))
     return chances
 
