@@ -71,7 +71,7 @@ def lasting(same: int, depth: int) -> float:
     return held / (held + depth)
 
 
-def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0.28) -> Loop:
+def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0.25) -> Loop:
     """What followed the last time the newest tokens stood in the text, the longest n-gram first, while it is likely."""
 
     def loop(text: list[int], n: int) -> Paths:
@@ -89,7 +89,7 @@ def ngram(longest: int = 4, shortest: int = 1, factor: int = 4, least: float = 0
     return loop
 
 
-def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.19, branches: int = 3) -> Loop:
+def suffix(depth: int = 24, factor: float = 4.0, least: float = 0.18, branches: int = 3) -> Loop:
     """The likeliest continuations of all earlier places, by how many and how good are for them and against them."""
 
     def loop(text: list[int], n: int) -> Paths:

@@ -41,7 +41,7 @@ class NgramSettings:
     prompt_lookup_branches: int = setting(1, "continuations proposed at once, as a tree", low=1, high=16)
     prompt_lookup_max_spec_factor: float = setting(4.0, "draft tokens for each token that matched", low=1, high=256)
     prompt_lookup_min_token_prob: float = setting(
-        0.28, "how likely a draft token must be, by the occurrences found", low=0, high=1
+        0.25, "how likely a draft token must be, by the occurrences found", low=0, high=1
     )
 
     def __post_init__(self) -> None:

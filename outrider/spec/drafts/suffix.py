@@ -38,7 +38,7 @@ class SuffixSettings:
     suffix_decoding_max_tree_depth: int = setting(24, "tokens of the end of the text that are compared", low=1, high=64)
     suffix_decoding_max_spec_factor: float = setting(4.0, "draft tokens for each token that matched", low=0, high=256)
     suffix_decoding_min_token_prob: float = setting(
-        0.19, "how likely a draft token must be, by the occurrences found", low=0, high=1
+        0.18, "how likely a draft token must be, by the occurrences found", low=0, high=1
     )
     suffix_decoding_branches: int = setting(3, "continuations of a draft token; 1 drafts a chain", low=1, high=16)
     suffix_decoding_max_cached_requests: int = setting(0, "finished answers to remember for later requests", low=0)
