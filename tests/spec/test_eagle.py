@@ -140,7 +140,8 @@ def assert_plain(drafter: Watched, target: LoadedModel, kind: str, tolerance: fl
     for text, path, logits in drafter.seen:
         want = plain_logits(target, *HEADS[kind], text, path)[-1]
         assert torch.equal(want.isfinite(), logits.isfinite())
-        torch.testing.assert_close(logits, want, atol=tolerance, rtol=tolerance)
+        greatest = want[want.isfinite()].abs().max().item()  # random heads give logits of some hundreds
+        torch.testing.assert_close(logits, want, atol=tolerance * max(1.0, greatest), rtol=0)
 
 
 @pytest.mark.parametrize("kind", HEADS)
@@ -171,7 +172,7 @@ def test_the_same_on_native_operations(kind: str, tmp_path: Path) -> None:
     engine = make_engine(target, drafter, gamma=3, max_num_batched_tokens=9, kv_cache_dtype="float32")
     run_all(engine, [(prompt_of(14, 1), greedy(8))])
     assert {len(path) for _, path, _ in drafter.seen} == {0, 1, 2}
-    assert_plain(drafter, target, kind, 1e-4)
+    assert_plain(drafter, target, kind, 1e-5)
 
 
 def test_a_longer_prefix_hit_drafts_at_once_and_from_all_of_it(tmp_path: Path) -> None:
