@@ -11,19 +11,14 @@ every token is a step and, in a stream, an event: that is where a server costs m
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import socket
 import statistics
-import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
-
-PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 
 
 def client(port: int) -> None:
@@ -57,55 +52,35 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
+    from beside import PROMPT, served
+
     from outrider import LLM, SamplingParams
-    from outrider.serve.run import Server, bind
-    from outrider.serve.service import Service
     from outrider.serve.settings import ServerSettings
 
     llm = LLM(args.model, json.loads(args.drafter))
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
     body: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
-    settings = ServerSettings(port=0)
-    started = threading.Event()
-    with bind(settings) as bound:
-        service = Service.of(llm.engine, settings)
-        server = Server(service, started.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        started.wait()
-        events = service.loop._loop
-        assert events is not None
-        command = [sys.executable, __file__, "--client", str(bound.getsockname()[1])]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    with served(llm, ServerSettings(port=0), __file__) as beside:
 
-            def generated(_: object) -> float:
-                began = time.perf_counter()
-                llm.generate(PROMPT, params)
-                return time.perf_counter() - began
+        def generated() -> float:
+            began = time.perf_counter()
+            llm.generate(PROMPT, params)
+            return time.perf_counter() - began
 
-            def offline() -> float:  # on the engine's thread: nobody else may touch the engine
-                return asyncio.run_coroutine_threadsafe(service.loop.call(generated), events).result()
+        def asked(**fields: Any) -> float:
+            return float(beside.ask(json.dumps({**body, **fields})))
 
-            def asked(**fields: Any) -> float:
-                assert other.stdin is not None
-                assert other.stdout is not None
-                print(json.dumps({**body, **fields}), file=other.stdin, flush=True)
-                return float(other.stdout.readline())
-
-            ways: dict[str, Callable[[], float]] = {
-                "offline": offline,
-                "whole": asked,
-                "streamed": lambda: asked(stream=True),
-            }
-            seconds: dict[str, list[float]] = {name: [] for name in ways}
-            for turn in range(args.rounds + 1):
-                for name in random.sample(list(ways), len(ways)):
-                    taken = ways[name]()
-                    if turn:  # the first one warms up
-                        seconds[name].append(taken)
-            other.stdin.close()  # type: ignore[union-attr]
-        server.should_exit = True
-        thread.join()
+        ways: dict[str, Callable[[], float]] = {
+            "offline": lambda: beside.on_engine(generated),
+            "whole": asked,
+            "streamed": lambda: asked(stream=True),
+        }
+        seconds: dict[str, list[float]] = {name: [] for name in ways}
+        for turn in range(args.rounds + 1):
+            for name in random.sample(list(ways), len(ways)):
+                taken = ways[name]()
+                if turn:  # the first one warms up
+                    seconds[name].append(taken)
     for name, taken in seconds.items():
         middle = statistics.median(taken)
         more = [own / base - 1 for own, base in zip(taken, seconds["offline"], strict=True)]

@@ -13,12 +13,10 @@ tokens go together in a piece of a stream. Linux only. The pool's helpers spin a
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import random
 import selectors
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -26,8 +24,6 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
-
-PROMPT = "The quick brown fox jumps over the lazy dog. The quick brown fox"
 
 
 def client(port: int) -> None:
@@ -118,9 +114,9 @@ def main() -> None:
 
 
 def compare(args: argparse.Namespace) -> None:
+    from beside import PROMPT, served
+
     from outrider import LLM, SamplingParams
-    from outrider.serve.run import Server, bind
-    from outrider.serve.service import Service
     from outrider.serve.settings import ServerSettings
 
     llm = LLM(args.model, json.loads(args.drafter))
@@ -128,53 +124,35 @@ def compare(args: argparse.Namespace) -> None:
     body: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "max_tokens": args.tokens, "ignore_eos": True}
     settings = ServerSettings(port=0, **({} if args.interval is None else {"stream_interval": args.interval}))
     tokens = args.clients * args.tokens
-    started = threading.Event()
-    with bind(settings) as bound:
-        service = Service.of(llm.engine, settings)
-        server = Server(service, started.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
-        thread.start()
-        started.wait()
-        events, engine = service.loop._loop, service.loop._thread
-        assert events is not None
+    with served(llm, settings, __file__) as beside:
+        engine = beside.service.loop._thread
         assert engine is not None
-        threads = Threads(engine, thread)
+        threads = Threads(engine, beside.thread)
         llm.engine.runner.forward = threads.count(llm.engine.runner.forward)  # type: ignore[method-assign]
-        command = [sys.executable, __file__, "--client", str(bound.getsockname()[1])]
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
 
-            def offline() -> tuple[float, int]:  # on the engine's thread: nobody else may touch the engine
-                def work(_: object) -> None:
-                    llm.generate([PROMPT] * args.clients, params)
+        def offline() -> tuple[float, int]:
+            beside.on_engine(lambda: llm.generate([PROMPT] * args.clients, params))
+            return 0.0, 0
 
-                asyncio.run_coroutine_threadsafe(service.loop.call(work), events).result()
-                return 0.0, 0
+        def asked(**fields: Any) -> tuple[float, int]:
+            used, pieces = json.loads(beside.ask(json.dumps([{**body, **fields}] * args.clients)))
+            return used, pieces
 
-            def asked(**fields: Any) -> tuple[float, int]:
-                assert other.stdin is not None
-                assert other.stdout is not None
-                print(json.dumps([{**body, **fields}] * args.clients), file=other.stdin, flush=True)
-                used, pieces = json.loads(other.stdout.readline())
-                return used, pieces
-
-            ways: dict[str, Callable[[], tuple[float, int]]] = {
-                "offline": offline,
-                "whole": asked,
-                "streamed": lambda: asked(stream=True),
-            }
-            rows: dict[str, list[Row]] = {name: [] for name in ways}
-            for turn in range(args.rounds + 1):
-                for name in random.sample(list(ways), len(ways)):
-                    before, began = threads.read(), time.perf_counter()
-                    used, pieces = ways[name]()
-                    seconds = time.perf_counter() - began
-                    gone = Reading(*(b - a for a, b in zip(before, threads.read(), strict=True)))
-                    each = gone.engine - gone.passes, gone.events, 1e6 * used, gone.slept, gone.displaced
-                    if turn:  # the first one warms up
-                        rows[name].append(Row(*(x / tokens for x in each), tokens / (pieces or tokens), seconds))
-            other.stdin.close()  # type: ignore[union-attr]
-        server.should_exit = True
-        thread.join()
+        ways: dict[str, Callable[[], tuple[float, int]]] = {
+            "offline": offline,
+            "whole": asked,
+            "streamed": lambda: asked(stream=True),
+        }
+        rows: dict[str, list[Row]] = {name: [] for name in ways}
+        for turn in range(args.rounds + 1):
+            for name in random.sample(list(ways), len(ways)):
+                before, began = threads.read(), time.perf_counter()
+                used, pieces = ways[name]()
+                seconds = time.perf_counter() - began
+                gone = Reading(*(b - a for a, b in zip(before, threads.read(), strict=True)))
+                each = gone.engine - gone.passes, gone.events, 1e6 * used, gone.slept, gone.displaced
+                if turn:  # the first one warms up
+                    rows[name].append(Row(*(x / tokens for x in each), tokens / (pieces or tokens), seconds))
     print(f"{args.clients} clients, {args.tokens} tokens; medians, microseconds a token or as named")
     print("           engine  event loop    client   slept   displaced   tokens a piece   seconds")
     for name, taken in rows.items():

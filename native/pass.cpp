@@ -28,24 +28,6 @@ void multiply(const Kernels& kernels, const Acts& a, std::initializer_list<Produ
   }
 }
 
-// Asks for the first bytes of a share of blocks while there is other work: each phase is so short that the start of its
-// weights would otherwise cost as much as all the rest. GCC 12 takes a function that only prefetches for one without effect
-// and leaves the calls out; on an x86 server nothing was won by forcing it (see prefetch_kv for how).
-void warm(std::initializer_list<const Linear*> linears, Range range) {
-  constexpr int64_t most = 32 * 1024;
-  for (const Linear* linear : linears) {
-    const Weight& w = *linear->weight;
-    if (range.from < w.blocks() && range.from < range.to) {
-      const int64_t bytes = block_bytes(w.format(), w.k());
-      const uint8_t* p = w.view().data + range.from * bytes;
-      const int64_t size = std::min(most, (std::min(range.to, w.blocks()) - range.from) * bytes);
-      for (int64_t i = 0; i < size; i += 64) __builtin_prefetch(p + i, 0, 2);
-      return;
-    }
-    range = {range.from - w.blocks(), range.to - w.blocks()};
-  }
-}
-
 // One layer's pass over one panel of rows. Each method is one phase, done together; barriers lie between them.
 struct Pass {
   Context& context;
@@ -311,7 +293,6 @@ struct Pass {
     Range mine = share(layer.gate.weight->blocks() / unit, thread, threads);
     mine = {mine.from * unit, mine.to * unit};
     multiply(kernels(), a, {{&layer.gate, gate}}, mine);
-    warm({&layer.up}, mine);
     multiply(kernels(), a, {{&layer.up, up}}, mine);
     const int64_t from = mine.from * kLanes, to = std::min(mine.to * kLanes, ffn);
     for (int64_t r = 0; r < rows && from < to; r++) {
@@ -331,7 +312,6 @@ struct Pass {
     Range in = share(coarse + twice * (blocks(layer.k) + blocks(layer.v)), thread, threads);
     in = {block_at(in.from), block_at(in.to)};
     const Range out = share(blocks(layer.o), thread, threads);
-    warm({&layer.q, &layer.k, &layer.v}, in);
     norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}), fine());
     multiply(kernels(), with(mine.acts, mine.normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
     if (fine()) {
@@ -339,7 +319,6 @@ struct Pass {
       multiply(kernels(), with(mine.rest, mine.left, hidden), {{&layer.k, k, true}, {&layer.v, v, true}}, again, true);
     }
     pool.barrier();
-    warm({&layer.o}, out);
     warm_keys(thread);
     rotate_and_store(thread);
     pool.barrier();
@@ -350,10 +329,8 @@ struct Pass {
     for (int64_t r = 0; x != y && r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
     multiply(kernels(), with(mine.acts, mine.mixed, q_width), {{&layer.o, y}}, out, true);
     pool.barrier();
-    warm({&layer.gate}, share(blocks(layer.gate), thread, threads));
     norm(thread, y, layer.post_norm, any_integer({&layer.gate, &layer.up}), false);
     gate_up(thread);
-    warm({&layer.down}, share(blocks(layer.down), thread, threads));
     pool.barrier();
     multiply(kernels(), with(inner, gate, ffn), {{&layer.down, y}}, share(blocks(layer.down), thread, threads), true);
   }
