@@ -149,7 +149,18 @@ class Suffix(Proposer):
         confidence: list[float] = []
         waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest last, of equals the earliest
         order = 0
-        depth, group, sure = 0, places, 1.0
+        group, sure = places, 1.0
+        trunk = _alike(places, ahead, nodes)
+        if trunk:  # where text repeats, most often the whole draft
+            chance = _chances({trunk[0]: places})[0][0]
+            for token in trunk:
+                if sure * chance < least:
+                    break
+                sure *= chance
+                tokens.append(token)
+                confidence.append(sure)
+            parents += range(-1, len(tokens) - 1)
+        depth = len(tokens)
         while len(tokens) < nodes:
             following: dict[int, list[_Place]] = {}
             for place in group:
@@ -161,20 +172,16 @@ class Suffix(Proposer):
                     following[token] = [place]
             depth += 1
             likely = [(sure * chance, token) for chance, token in _chances(following) if sure * chance >= least]
-            if len(likely) == 1 and not waiting:
-                (sure, token), parent = likely[0], len(tokens) - 1
-                group = following[token]
-            else:
-                if len(likely) > 1:
-                    likely.sort(key=lambda each: -each[0])
-                for chance, token in likely[:branches]:
-                    order -= 1
-                    waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
-                if not waiting:
-                    break
-                if len(waiting) > 1:
-                    waiting.sort()
-                sure, _, parent, depth, token, group = waiting.pop()
+            if len(likely) > 1:
+                likely.sort(key=lambda each: -each[0])
+            for chance, token in likely[:branches]:
+                order -= 1
+                waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
+            if not waiting:
+                break
+            if len(waiting) > 1:
+                waiting.sort()
+            sure, _, parent, depth, token, group = waiting.pop()
             tokens.append(token)
             parents.append(parent)
             confidence.append(sure)
@@ -237,6 +244,21 @@ def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[t
                 found[at] = index.agreeing(at, context, n)
         context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
     return list(found.items())
+
+
+def _alike(places: list[_Place], ahead: list[int], most: int) -> list[int]:
+    """The tokens, ``most`` of them at most, with which all places go on in the same way."""
+    runs = []
+    for place in places:
+        text, at, _ = place
+        run = text[at : at + most]
+        runs.append(run + [_token(place, depth, ahead) for depth in range(len(run), most)] if len(run) < most else run)
+    tokens = []
+    for column in zip(*runs, strict=True):
+        if column[0] == BETWEEN or column.count(column[0]) < len(column):
+            break
+        tokens.append(column[0])
+    return tokens
 
 
 def _token(place: _Place, depth: int, ahead: list[int]) -> int:
