@@ -38,8 +38,14 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   Cutter memory(context.scratch.data());
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
   struct Found {
-    int64_t at = 0;
+    int64_t at = INT64_MAX;  // -1: a value was not finite
     float value = -std::numeric_limits<float>::infinity();  // of a thread without outputs
+
+    // The greater of the two, of equals the first.
+    void take(const Found& other) {
+      const bool greater = other.value > value || (other.value == value && other.at < at);
+      if (at >= 0 && (other.at < 0 || greater)) *this = other;
+    }
   };
   const int threads = context.pool.threads();
   std::vector<Found> found(static_cast<size_t>(best ? rows * threads : 0));  // while a thread's outputs are in its cache
@@ -49,22 +55,21 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
       quantize_rows(*context.kernels, a, {groups.from * kGroup, groups.to * kGroup});
       context.pool.barrier();
     }
-    const Range blocks = share(weight.blocks(), thread, threads);
-    if (blocks.from < blocks.to) context.kernels->linear(weight.view(), a, blocks.from, blocks.to, y, weight.n(), bias, false);
-    const int64_t from = blocks.from * kLanes, to = std::min(blocks.to * kLanes, weight.n());
-    for (int64_t r = 0; best && r < rows && from < to; r++) {
-      Found& mine = found[static_cast<size_t>(thread * rows + r)];
-      const int64_t at = context.kernels->greatest(y + r * weight.n() + from, to - from, &mine.value);
-      mine.at = at < 0 ? at : from + at;
-    }
+    context.pool.each(thread, weight.blocks(), [&](Range blocks) {
+      context.kernels->linear(weight.view(), a, blocks.from, blocks.to, y, weight.n(), bias, false);
+      const int64_t from = blocks.from * kLanes, to = std::min(blocks.to * kLanes, weight.n());
+      for (int64_t r = 0; best && r < rows; r++) {
+        Found next;
+        next.at = context.kernels->greatest(y + r * weight.n() + from, to - from, &next.value);
+        if (next.at >= 0) next.at += from;
+        found[static_cast<size_t>(thread * rows + r)].take(next);
+      }
+    });
   };
   context.pool.run(std::ref(work));
   for (int64_t r = 0; best && r < rows; r++) {
     Found top;
-    for (int t = 0; t < threads && top.at >= 0; t++) {
-      const Found& next = found[static_cast<size_t>(t * rows + r)];
-      if (next.at < 0 || next.value > top.value) top = next;
-    }
+    for (int t = 0; t < threads; t++) top.take(found[static_cast<size_t>(t * rows + r)]);
     best[r] = top.at;
   }
 }

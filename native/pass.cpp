@@ -7,7 +7,8 @@
 namespace outrider {
 namespace {
 
-constexpr int64_t kFew = 8;  // rows that each thread may prepare for itself
+// What each thread does for itself, as that is sooner done than waiting for the others: rows, states of stretches.
+constexpr int64_t kFew = 8, kFewStates = 512;
 constexpr int64_t kMostStates = int64_t{32} << 20;  // floats: 128 MiB, of stretches worked out apart
 
 // Blocks `range` of several weights taken as one.
@@ -44,13 +45,12 @@ struct Pass {
   int64_t hidden, q_width, kv_width, ffn, padded, shared;  // `shared`: query heads that share a KV head
   int64_t states = 0;  // queries whose states are kept; 0: each task gathers its own
   int64_t scratch_floats = 0;  // of one thread
-  // Inputs of the products. With fewer rows than threads each thread makes all of them for itself: that is sooner done
-  // than waiting for the one that would.
+  // Inputs of the products.
   struct Inputs {
     Acts acts, rest;
     float *normed, *left, *mixed;
   };
-  bool alone = false;  // each thread for itself
+  bool alone = false, gathers_alone = false;  // each thread makes all inputs for itself, or those of the output projection
   std::vector<Inputs> inputs{};
   Acts inner{};
   float *q{}, *k{}, *v{}, *turned{}, *gate{}, *up{}, *state{}, *scratch{};
@@ -68,7 +68,7 @@ struct Pass {
   // Few pieces: the stretches are worked out apart, so that all threads have something to do, and added up afterwards.
   // Who does what changes no bits.
   void plan_attention() {
-    alone = rows < threads && rows <= kFew;
+    alone = rows <= kFew;
     int64_t most = 0;
     for (int64_t i = 0; i < n_tiles; i++) {
       most = std::max(most, tiles[i].count * shared);
@@ -76,8 +76,9 @@ struct Pass {
     }
     // One tile is always worth it: without, one thread a KV head would do all of a long context.
     const bool fits = n_tiles == 1 || states * state_floats(padded) <= kMostStates;
-    const bool apart = alone || (fits && n_tiles * layer.kv_heads < 4 * threads);
+    const bool apart = fits && n_tiles * layer.kv_heads < 4 * threads;
     if (!apart) states = 0;
+    gathers_alone = alone && apart && states <= kFewStates;
     scratch_floats = round_up(attend_scratch(most, padded) + (apart ? 0 : 2 * most * state_floats(padded)), kLanes);
   }
 
@@ -89,7 +90,7 @@ struct Pass {
       in.rest = cut_acts(cutter, rows, hidden / kGroup * kGroup);
       in.normed = cutter.take<float>(rows * hidden);
       in.left = cutter.take<float>(rows * hidden);
-      in.mixed = cutter.take<float>(rows * q_width);
+      in.mixed = gathers_alone || &in == &inputs[0] ? cutter.take<float>(rows * q_width) : inputs[0].mixed;
     }
     inner = cut_acts(cutter, rows, ffn / kGroup * kGroup);
     q = cutter.take<float>(rows * q_width);
@@ -258,7 +259,7 @@ struct Pass {
   void gather(int thread, bool quantize) {
     const int64_t size = state_floats(padded);
     const Inputs& in = input(thread);
-    const Range mine = own_rows(thread);
+    const Range mine = gathers_alone ? Range{0, rows} : share(rows, thread, threads);
     float* from = state;
     for (int64_t i = 0; states && i < n_tiles; i++) {
       const RowTile& tile = tiles[i];
@@ -278,10 +279,9 @@ struct Pass {
       }
       from += (tile.to - tile.from) * layer.kv_heads * queries * size;
     }
-    if (quantize) {
-      if (states && !alone) context.pool.barrier();
-      quantize_rows(kernels(), with(in.acts, in.mixed, q_width), own_inputs(thread, q_width));
-    }
+    if (states && !gathers_alone) context.pool.barrier();
+    if (!quantize) return;
+    quantize_rows(kernels(), with(in.acts, in.mixed, q_width), own_inputs(thread, q_width));
     if (!alone) context.pool.barrier();
   }
 
@@ -289,35 +289,32 @@ struct Pass {
   void gate_up(int thread) {
     const Acts a = with(input(thread).acts, input(thread).normed, hidden), b = with(inner, gate, ffn);
     const bool quantize = any_integer({&layer.down});
-    const int64_t unit = quantize ? kGroup / kLanes : 1;  // blocks that are not shared out
-    Range mine = share(layer.gate.weight->blocks() / unit, thread, threads);
-    mine = {mine.from * unit, mine.to * unit};
-    multiply(kernels(), a, {{&layer.gate, gate}}, mine);
-    multiply(kernels(), a, {{&layer.up, up}}, mine);
-    const int64_t from = mine.from * kLanes, to = std::min(mine.to * kLanes, ffn);
-    for (int64_t r = 0; r < rows && from < to; r++) {
-      float* g = gate + r * ffn + from;
-      kernels().silu_mul(g, up + r * ffn + from, to - from, g);
-      if (quantize) quantize_row(kernels(), b, r, from, to);
-    }
+    const int64_t unit = quantize ? kGroup / kLanes : 1;  // blocks that stay together
+    context.pool.each(thread, layer.gate.weight->blocks() / unit, [&](Range units) {
+      const Range blocks = {units.from * unit, units.to * unit};
+      multiply(kernels(), a, {{&layer.gate, gate}}, blocks);
+      multiply(kernels(), a, {{&layer.up, up}}, blocks);
+      const int64_t from = blocks.from * kLanes, to = std::min(blocks.to * kLanes, ffn);
+      for (int64_t r = 0; r < rows; r++) {
+        float* g = gate + r * ffn + from;
+        kernels().silu_mul(g, up + r * ffn + from, to - from, g);
+        if (quantize) quantize_row(kernels(), b, r, from, to);
+      }
+    });
   }
 
   void run(int thread) {
     const auto blocks = [](const Linear& l) { return l.weight->blocks(); };
     Pool& pool = context.pool;
     const Inputs& mine = input(thread);
-    // Blocks of keys and values count twice where what rounding leaves over is multiplied too.
-    const int64_t coarse = blocks(layer.q), twice = fine() ? 2 : 1;
-    const auto block_at = [&](int64_t cost) { return cost < coarse ? cost : coarse + (cost - coarse) / twice; };
-    Range in = share(coarse + twice * (blocks(layer.k) + blocks(layer.v)), thread, threads);
-    in = {block_at(in.from), block_at(in.to)};
-    const Range out = share(blocks(layer.o), thread, threads);
+    const int64_t coarse = blocks(layer.q);
     norm(thread, x, layer.input_norm, any_integer({&layer.q, &layer.k, &layer.v}), fine());
-    multiply(kernels(), with(mine.acts, mine.normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
-    if (fine()) {
+    pool.each(thread, coarse + blocks(layer.k) + blocks(layer.v), [&](Range in) {
+      multiply(kernels(), with(mine.acts, mine.normed, hidden), {{&layer.q, q}, {&layer.k, k}, {&layer.v, v}}, in);
+      if (!fine()) return;
       const Range again = {std::max<int64_t>(in.from - coarse, 0), in.to - coarse};
       multiply(kernels(), with(mine.rest, mine.left, hidden), {{&layer.k, k, true}, {&layer.v, v, true}}, again, true);
-    }
+    });
     pool.barrier();
     warm_keys(thread);
     rotate_and_store(thread);
@@ -325,14 +322,18 @@ struct Pass {
     attend(thread);
     pool.barrier();
     if (states || any_integer({&layer.o})) gather(thread, any_integer({&layer.o}));
-    const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
-    for (int64_t r = 0; x != y && r < rows && from < to; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
-    multiply(kernels(), with(mine.acts, mine.mixed, q_width), {{&layer.o, y}}, out, true);
+    pool.each(thread, blocks(layer.o), [&](Range out) {
+      const int64_t from = out.from * kLanes, to = std::min(out.to * kLanes, hidden);
+      for (int64_t r = 0; x != y && r < rows; r++) std::copy(x + r * hidden + from, x + r * hidden + to, y + r * hidden + from);
+      multiply(kernels(), with(mine.acts, mine.mixed, q_width), {{&layer.o, y}}, out, true);
+    });
     pool.barrier();
     norm(thread, y, layer.post_norm, any_integer({&layer.gate, &layer.up}), false);
     gate_up(thread);
     pool.barrier();
-    multiply(kernels(), with(inner, gate, ffn), {{&layer.down, y}}, share(blocks(layer.down), thread, threads), true);
+    pool.each(thread, blocks(layer.down), [&](Range out) {
+      multiply(kernels(), with(inner, gate, ffn), {{&layer.down, y}}, out, true);
+    });
   }
 };
 

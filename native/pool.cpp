@@ -21,11 +21,11 @@ using Clock = std::chrono::steady_clock;
 // How long a thread watches before it sleeps: for the others at a barrier, and, idle, for the next region. What an engine
 // does between two passes takes some tenths of a millisecond, and waking up a thread as good as that. Nobody yields: Linux
 // takes a yield for a slice used up, and a thread that yields often is put behind all others for seconds.
-constexpr std::chrono::microseconds kPatience{50}, kWatch{1000};
+constexpr std::chrono::microseconds kPatience{50}, kWatch{3000};
 
 }  // namespace
 
-Pool::Pool(int threads) : n_(threads) {
+Pool::Pool(int threads) : n_(threads), taken_(new Taken[static_cast<size_t>(threads)]) {
   try {
     for (int i = 1; i < n_; i++) workers_.emplace_back([this, i] { work(i); });
   } catch (...) {  // the system has no more threads to give
@@ -48,7 +48,7 @@ void Pool::stop() {
 
 void Pool::run(const std::function<void(int)>& fn) {
   std::lock_guard<std::mutex> one(caller_);
-  counter_.store(0, std::memory_order_relaxed);
+  reset_counters();
   if (n_ == 1) return fn(0);
   job_ = &fn;
   epoch_.fetch_add(1);  // sequentially consistent with `sleeping_`: either we see the sleeper or it sees the epoch
@@ -60,15 +60,17 @@ void Pool::run(const std::function<void(int)>& fn) {
   barrier();  // `fn` may go out of scope now
 }
 
+void Pool::reset_counters() {
+  counter_.store(0, std::memory_order_relaxed);
+  for (int t = 0; t < n_; t++) taken_[static_cast<size_t>(t)].pieces.store(0, std::memory_order_relaxed);
+}
+
 void Pool::barrier() {
-  if (n_ == 1) {
-    counter_.store(0, std::memory_order_relaxed);
-    return;
-  }
+  if (n_ == 1) return reset_counters();
   const uint32_t phase = phase_.load(std::memory_order_relaxed);
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) == n_ - 1) {
     arrived_.store(0, std::memory_order_relaxed);
-    counter_.store(0, std::memory_order_relaxed);
+    reset_counters();
     phase_.store(phase + 1);  // sequentially consistent with `waiting_`: either we see the sleeper or it sees the phase
     if (waiting_.load()) {
       std::lock_guard<std::mutex> lock(mutex_);

@@ -8,10 +8,6 @@
 
 namespace outrider {
 
-struct Range {
-  int64_t from, to;
-};
-
 // The share of `thread` in `total` pieces of work.
 inline Range share(int64_t total, int thread, int threads) { return {total * thread / threads, total * (thread + 1) / threads}; }
 
