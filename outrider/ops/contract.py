@@ -82,6 +82,10 @@ class LayerKV:
             kinds += [torch.float32] * 2
         return cls(*(torch.empty(s, dtype=kind, device=device) for s, kind in zip(shapes, kinds, strict=True)))
 
+    def split(self, layers: int) -> list[LayerKV]:
+        """Views of it, each with an equal share of the heads."""
+        return [LayerKV(*views) for views in zip(*(part.chunk(layers) for part in self.parts), strict=True)]
+
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """All tensors, each [kv heads, slots, ...]: whoever copies or moves a slot does it in all of them."""

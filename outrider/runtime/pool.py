@@ -21,16 +21,16 @@ class KVPool:
     """KV of ``n_blocks`` blocks for every layer of one model; ``dtype`` int8 stands for codes with their scales.
 
     Left as it comes, since nothing is read before it is written: main memory is then taken page by page, as it is used.
+    All layers lie in the same few tensors, so that a slot moves in all of them at once.
     """
 
     def __init__(
         self, config: ModelConfig, n_blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.block_size = block_size
-        self.layers = [
-            LayerKV.empty(n_blocks * block_size, config.n_kv_heads, config.head_dim, dtype, device)
-            for _ in range(config.n_layers)
-        ]
+        heads = config.n_layers * config.n_kv_heads
+        self._whole = LayerKV.empty(n_blocks * block_size, heads, config.head_dim, dtype, device)
+        self.layers = self._whole.split(config.n_layers)
 
     @staticmethod
     def bytes_per_token(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -41,17 +41,15 @@ class KVPool:
     def copy_blocks(self, copies: Sequence[Copy]) -> None:
         """Copies whole blocks, in order: a later copy may overwrite an earlier one's source."""
         size = self.block_size
-        for layer in self.layers:
-            for part in layer.parts:
-                for c in copies:
-                    part[:, c.dst * size : (c.dst + 1) * size] = part[:, c.src * size : (c.src + 1) * size]
+        for part in self._whole.parts:
+            for c in copies:
+                part[:, c.dst * size : (c.dst + 1) * size] = part[:, c.src * size : (c.src + 1) * size]
 
     def move(self, src: Sequence[int], dst: Sequence[int]) -> None:
         """Moves the KV of physical slots ``src`` to ``dst``; all are read before any is written."""
         if not src:
             return
-        device = self.layers[0].k.device
+        device = self._whole.k.device
         source, target = torch.tensor(src, device=device), torch.tensor(dst, device=device)
-        for layer in self.layers:
-            for part in layer.parts:
-                part[:, target] = part[:, source]
+        for part in self._whole.parts:
+            part.index_copy_(1, target, part.index_select(1, source))
