@@ -35,7 +35,7 @@ from outrider.sampling.sampler import Sampler
 from outrider.spec.controller import DraftController, FixedLength
 from outrider.spec.draws import draws_for
 from outrider.spec.proposer import Proposer
-from outrider.spec.verify import verify
+from outrider.spec.verify import verify, verify_greedy
 
 
 class Engine:
@@ -271,10 +271,10 @@ class Engine:
         if not span.reaches_end:
             return None
         seq, answer = span.seq, self._answer_of[span.seq.id]
-        if best is not None and not span.draft.tokens:  # most often, and then every rule says the same
-            token = answer.sampler.plain_choice(logits[0], int(best[0]))
-            if token is not None:
-                return Verdict((), token)
+        if best is not None:  # most often, and then every rule says the same
+            tokens = answer.sampler.plain_choices(logits, best)
+            if tokens is not None:
+                return verify_greedy(span.draft, tokens)
         method = seq.spec.verification(self.spec.rejection_sample_method)
         try:
             rows = NodeRows(answer.sampler, logits, answer.history, span.draft, best)

@@ -73,10 +73,13 @@ class Sampler:
         shape = model.config
         return Sampler(params, shape.vocab_size, shape.eos_ids, model.n_tokens, model.unused_ids, grammar)
 
-    def plain_choice(self, logits: NDArray[np.floating], top: int) -> int | None:
-        """The next token where it is simply that with the greatest of ``logits`` [V], which is ``top``; else None."""
-        known = self._plain and 0 <= top < self.n_tokens and math.isfinite(logits[top])
-        return top if known else None
+    def plain_choices(self, logits: NDArray[np.floating], best: NDArray[np.int64]) -> list[int] | None:
+        """The next token after each row of ``logits`` [R,V] if it is simply ``best`` [R], that of its greatest one."""
+        if not self._plain:
+            return None
+        tokens: list[int] = best.tolist()
+        known = all(0 <= token < self.n_tokens and math.isfinite(logits[i, token]) for i, token in enumerate(tokens))
+        return tokens if known else None
 
     def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
         """What the next token is drawn from. ``logits`` [V] stay as they are.

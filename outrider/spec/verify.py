@@ -24,6 +24,12 @@ def verify(draft: Draft, rows: Sequence[Dist], draws: Draws, method: str) -> Ver
     return for_method(_RULES, method)(draft, rows, draws)
 
 
+def verify_greedy(draft: Draft, best: Sequence[int]) -> Verdict:
+    """What every method decides where the target always takes one token: ``best[0]`` after the last committed token,
+    ``best[1+i]`` after node i."""
+    return _follow(draft, lambda node, _: best[node + 1])
+
+
 def _token_rule(draft: Draft, rows: Sequence[Dist], draws: Draws) -> Verdict:
     """Rejection sampling (Leviathan et al. 2023, Chen et al. 2023), over siblings in order (SpecInfer, 2024).
 
@@ -73,14 +79,22 @@ def _block_rule(draft: Draft, rows: Sequence[Dist], draws: Draws) -> Verdict:
 
 def _coupled_rule(draft: Draft, rows: Sequence[Dist], draws: Draws) -> Verdict:
     """The target's own token at each node; a child that equals it stays. What comes out never depends on the draft."""
+    return _follow(draft, lambda node, depth: draws.pick(rows[node + 1], depth))
+
+
+def _follow(draft: Draft, own: Callable[[int, int], int]) -> Verdict:
+    """Down the tree for as long as the target's ``own`` token after a node (-1 = none), at this depth, is a child."""
     path: list[int] = []
+    node = -1
     while True:
-        node = path[-1] if path else -1
-        token = draws.pick(rows[node + 1], len(path) + 1)
-        child = next((c for c in draft.children(node) if draft.tokens[c] == token), None)
-        if child is None:
+        token = own(node, len(path) + 1)
+        for child in draft.children(node):
+            if draft.tokens[child] == token:
+                break
+        else:
             return Verdict(tuple(path), token)
         path.append(child)
+        node = child
 
 
 def _q(draft: Draft, node: int) -> Dist:

@@ -70,16 +70,16 @@ def test_a_greatest_logit_that_is_known_is_not_looked_for_again() -> None:
     assert tokens(Sampler(moved, 8)) == [1] * 5
 
 
-def test_a_plain_choice_is_what_the_rules_would_choose() -> None:
-    """And is left to them wherever it takes more than the greatest logit."""
-    greedy = SamplingParams(temperature=0)
-    for row in LOGITS:
-        top = int(row.argmax())
-        assert Sampler(greedy, 8).plain_choice(row, top) == top == int(Sampler(greedy, 8).dist(row, [1], []).ids[0])
-    row, top = LOGITS[0], int(LOGITS[0].argmax())
-    assert Sampler(greedy, 8).plain_choice(row, -1) is None
-    assert Sampler(greedy, 8, n_tokens=top).plain_choice(row, top) is None
-    assert Sampler(greedy, 8).plain_choice(np.full(8, np.nan, np.float32), 0) is None
-    for rules in ({"temperature": 1.0}, {"min_tokens": 1}, {"presence_penalty": 0.5}, {"banned_token_ids": (top,)}):
+def test_plain_choices_are_what_the_rules_would_choose() -> None:
+    """And are left to them wherever it takes more than the greatest logit."""
+    greedy, best = SamplingParams(temperature=0), LOGITS.argmax(-1)
+    sampler = Sampler(greedy, 8)
+    assert sampler.plain_choices(LOGITS, best) == [int(sampler.dist(row, [1], []).ids[0]) for row in LOGITS]
+    unknown, bad = best.copy(), LOGITS.copy()
+    unknown[-1], bad[-1] = -1, np.nan
+    assert sampler.plain_choices(LOGITS, unknown) is None
+    assert sampler.plain_choices(bad, best) is None
+    assert Sampler(greedy, 8, n_tokens=int(best.max())).plain_choices(LOGITS, best) is None
+    for rules in ({"temperature": 1.0}, {"min_tokens": 1}, {"presence_penalty": 0.5}, {"banned_token_ids": (5,)}):
         params = SamplingParams(**{"temperature": 0, **rules})
-        assert Sampler(params, 8, eos_ids=(top,)).plain_choice(row, top) is None
+        assert Sampler(params, 8, eos_ids=(5,)).plain_choices(LOGITS, best) is None

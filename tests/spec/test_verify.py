@@ -18,7 +18,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.settings import bounds_of
 from outrider.core.types import Verdict
 from outrider.spec.draws import draft_pick_for, draws_for
-from outrider.spec.verify import verify
+from outrider.spec.verify import verify, verify_greedy
 from tests.spec.verify_exact import Explorer, History, Propose, Rows, Toy, outcomes, toy
 
 METHODS = ("standard", "block", "coupled")
@@ -107,6 +107,20 @@ def test_greedy_follows_the_argmax_and_asks_chance_for_nothing(method: str) -> N
     assert verify(tree, rows, Scripted(), method) == Verdict((1, 2), 3)
     chain = Draft.chain([2, 0, 3], [Q, Q, Q])
     assert verify(chain, [Dist.point(t) for t in (2, 0, 1, 3)], Scripted(), method) == Verdict((0, 1), 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@given(st.data())
+@settings(max_examples=200, deadline=None)
+def test_where_the_target_is_sure_every_method_decides_as_the_short_way(method: str, data: st.DataObject) -> None:
+    """Trees and chains, certain and drawn tokens, siblings that repeat one another, probes."""
+    n = data.draw(st.integers(0, 6))
+    tokens = [data.draw(st.integers(0, 2)) for _ in range(n)]
+    parents = [data.draw(st.sampled_from((i - 1, i - 1, data.draw(st.integers(-1, i - 1))))) for i in range(n)]
+    q = [data.draw(st.sampled_from((None, Q))) for _ in range(n)]
+    best = [data.draw(st.integers(0, 2)) for _ in range(n + 1)]
+    draft = Draft(tuple(tokens), tuple(parents), tuple(q), n_verify=data.draw(st.integers(0, n)))
+    assert verify(draft, [Dist.point(t) for t in best], Scripted(), method) == verify_greedy(draft, best)
 
 
 @pytest.mark.parametrize("method", METHODS)
