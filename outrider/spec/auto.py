@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from outrider.core.config import MAX_AUTO_DRAFT, MAX_DRAFT
+from outrider.core.config import MAX_AUTO_DRAFT
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams
 from outrider.core.types import Sequence as Seq
@@ -21,7 +21,7 @@ from outrider.core.types import Span, SpanRecord, StepRecord
 from outrider.spec.choice import Choice, Speed, kind_of
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs, Line
-from outrider.spec.goodput import Wish, best_budgets
+from outrider.spec.goodput import Wish, best_budgets, worthwhile
 from outrider.spec.known import MEMORY, PULL, Drafter, Request
 from outrider.spec.survival import TOLD
 
@@ -54,8 +54,6 @@ TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
 IDLE = "little is found to draft"
 PAYS = "drafts pay again"
-SURELY = (1.0,) * MAX_DRAFT
-"""The presence of rows that are there."""
 JOINS = Draft.nothing("its prompt was only just read")
 
 
@@ -154,7 +152,8 @@ class AutoLength(DraftController):
             self._token_seconds = 1 / decision.plain
         more = max(0.0, seconds[n + sum(decision.budgets) + 1] - seconds[n + sum(decision.budgets)])
         for request, wish, planned, span in zip(requests, wishes, decision.budgets, spans, strict=True):
-            request.planned = planned
+            # Of rows whose drafter says how sure it is, those that pay are chosen when they are known.
+            request.planned = len(wish.survival) if planned and request.known.sure else planned
             if request.on is not (planned > 0) and span.budget:
                 fixed = self.costs.context(len(span.seq), len(span.seq))
                 alone = best_budgets([wish], 1, 1, seconds, rows, fixed)
@@ -197,7 +196,9 @@ class AutoLength(DraftController):
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Request]]) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
-        wishes, expected, wished = [], [], 0
+        likely: list[list[float]] = []
+        expected: list[list[float]] = []
+        wished = 0
         for i, request in weighed:
             chances: list[float] = []
             lucky: list[float] = []
@@ -206,7 +207,7 @@ class AutoLength(DraftController):
                 least = min(least, chance)
                 chances.append(least)
                 lucky.append(min(1.0, least * ratio))
-            wishes.append(Wish(lucky, SURELY, row=self.costs.per_seen * request.context))
+            likely.append(lucky)
             expected.append(chances)  # as they are: luck that is cut off at 1 would confirm itself
             wished += lengths[i]
         ends = read = 0
@@ -216,12 +217,14 @@ class AutoLength(DraftController):
                 read += len(span.seq.tokens)
         own_rows = ends + sum(lengths) - wished
         seconds = self.costs.curve(own_rows + wished + 2)
-        decision = best_budgets(wishes, own_rows, ends, seconds, wished, self.costs.context(read, read))
-        kept_rows = own_rows + sum(decision.budgets)
+        rate = max(1.0, self._speed.ratio) * ends / (seconds[own_rows] + self.costs.context(read, read))
+        row = [self.costs.per_seen * request.context for _, request in weighed]
+        budgets = worthwhile(likely, row, own_rows, seconds, rate)
+        kept_rows = own_rows + sum(budgets)
         more = max(0.0, seconds[kept_rows + 1] - seconds[kept_rows])
         for n, (i, request) in enumerate(weighed):
-            kept = request.trusted = decision.budgets[n]
-            price = more + wishes[n].row
+            kept = request.trusted = budgets[n]
+            price = more + row[n]
             dropped = kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0)
             if dropped and request.account >= price:
                 # A row more now and then, so that what is never kept is not forgotten.

@@ -73,6 +73,30 @@ def best_budgets(
     return Decision(tuple(budgets), best, plain)
 
 
+def worthwhile(
+    chances: Sequence[Sequence[float]], row: Sequence[float], rows: int, seconds: Sequence[float], rate: float
+) -> list[int]:
+    """How many rows of each of some drafts to submit, the first ones: those that bring more than their time would.
+
+    ``chances[r]`` are those of draft r's rows to be accepted, never rising, and each costs ``row[r]`` seconds beyond
+    ``seconds``, those of a pass by its rows, of which ``rows`` are there without drafts. ``rate`` is the tokens a
+    second that time is worth: what all steps come to, drafts included. The most of this step alone would be another
+    thing, and worse: a good step would refuse rows that a poor one takes. (Dinkelbach, 1967: the ratio of two sums is
+    greatest where their difference, at that ratio, is.)
+    """
+    order = sorted((-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own))
+    gain = best = 0.0
+    taken = 0
+    for n, (minus_chance, r, _) in enumerate(order, 1):
+        gain -= minus_chance + rate * (seconds[rows + n] - seconds[rows + n - 1] + row[r])
+        if gain > best:
+            best, taken = gain, n
+    budgets = [0] * len(chances)
+    for _, r, _ in order[:taken]:
+        budgets[r] += 1
+    return budgets
+
+
 def _best_length(wish: Wish, rows: int, tokens: float, seconds: Sequence[float], room: int, fixed: float) -> Decision:
     """The same for one sequence alone, whose rows come one after the other."""
     time = seconds[rows] + fixed

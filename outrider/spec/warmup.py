@@ -8,9 +8,11 @@ import json
 import logging
 import os
 import platform
+import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 
 import torch
@@ -32,15 +34,18 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16, 17, 20, 24, 32, 48, 64)
 CONTEXTS = (64, 1024)
 LONG = ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1), (8, 2))
 """Sequences, and rows of each, that are measured at a long context too: for what it costs by sequence and by row."""
-FORMAT = 2
+FORMAT = 3
 """Of the kept tables; others are measured anew."""
-ROUNDS = 5
+NARROW = 16
+"""Rows that most steps have at most."""
+ROUNDS = 8
+"""Of these; half as many of wider passes, and two of those with a long context."""
 FEWEST = 4
 """Passes that are timed at least, however slow."""
-PATIENCE = 1.6
+PATIENCE = 1.8
 """Seconds after which no further pass is timed, once each pass was timed (or, for a slow model, the fewest were)."""
-STEADY = 1.15
-"""Of the two shortest times of a pass one may be so many times the other where nothing else keeps the machine busy."""
+STEADY = 1.25
+"""The median of a pass's times may be so many times the shortest where nothing else keeps the machine busy."""
 BUMP = 1.1
 """So many times as dear as a pass of more rows may a pass be: at the edges of a kernel's tiles it is."""
 
@@ -74,36 +79,41 @@ def cost_table(target: LoadedModel, runner: Runner, slots: int, progress: Progre
 def measure(
     runner: Runner, slots: int, tell: Callable[[int, int], None], clock: Callable[[], float] = time.perf_counter
 ) -> tuple[CostTable, bool]:
-    """Times passes of one sequence, number of rows by number of rows, and some of several and long ones, in several
-    rounds; and whether they agreed.
+    """Times passes of one sequence by its number of rows, and some of several and long ones, in several rounds; and
+    whether they agreed.
 
-    What disturbs a pass only ever makes it longer. So its figure is its shortest time, and no greater than that of a
-    pass of more rows.
+    A pass's figure is the median of its times, in rounds of different order: its neighbours' work disturbs a shared
+    machine for some passes in a row, and wide passes, which compute more, more than narrow ones. So it is what such a
+    pass takes mostly; and no more than a pass of more rows.
     """
     most = min(runner.decoder.config.max_position, slots) - ROWS[-1]
     short, long = (max(1, min(context, most)) for context in CONTEXTS)
-    passes = [(1, rows, short) for rows in ROWS]
-    passes += [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
-    passes = [(n, rows, context) for n, rows, context in passes if context + rows <= slots]
+    # Kind by kind: what wide passes and long texts read takes the weights' place in the cache.
+    each = [(1, rows, short) for rows in ROWS if short + rows <= slots]
+    narrow, wide = [p for p in each if p[1] <= NARROW], [p for p in each if p[1] > NARROW]
+    texts = [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
+    passes, source = narrow + wide + texts, random.Random(0)
+    for kind, rounds in ((narrow, ROUNDS), (wide, ROUNDS // 2), (texts, 2)):
+        for _ in range(rounds - 1):
+            passes += source.sample(kind, len(kind))
     times: dict[tuple[int, int, int], list[float]] = {}
     begin = clock()
     runner.forward(_spans(runner, *passes[0]))  # the first pass of all is slow
-    for turn in range(ROUNDS):
-        for i, which in enumerate(passes):
-            if clock() - begin > PATIENCE and (turn or len(times) >= FEWEST):
-                break
-            before = clock()
-            runner.forward(_spans(runner, *which))
-            _finish(runner)
-            times.setdefault(which, []).append(clock() - before)
-            tell(turn * len(passes) + i + 1, ROUNDS * len(passes))
-    tell(ROUNDS * len(passes), ROUNDS * len(passes))
-    return _table({which: min(own) for which, own in times.items()}), _steady(list(times.values()))
+    for i, which in enumerate(passes):
+        if clock() - begin > PATIENCE and len(times) >= min(FEWEST, len(each)):
+            break
+        before = clock()
+        runner.forward(_spans(runner, *which))
+        _finish(runner)
+        times.setdefault(which, []).append(clock() - before)
+        tell(i + 1, len(passes))
+    tell(len(passes), len(passes))
+    return _table({which: median_low(own) for which, own in times.items()}), _steady(list(times.values()))
 
 
 def _steady(times: Sequence[Sequence[float]]) -> bool:
-    """Whether most passes were timed twice with about the same outcome."""
-    agreeing = [own for own in map(sorted, times) if len(own) > 1 and own[1] < STEADY * own[0]]
+    """Whether most passes were timed more than once with about the same outcome."""
+    agreeing = [own for own in times if len(own) > 1 and median_low(own) < STEADY * min(own)]
     return 2 * len(agreeing) > len(times)
 
 
