@@ -154,7 +154,8 @@ class ForwardOut:
     """What a forward pass gives: ``logits`` [M,V] in main memory, in fp32 (fp64 of a model in fp64).
 
     ``features`` [N,F] are on the model's device, when layers were asked for. ``best`` [M] is the token of each row's
-    greatest logit, the first of equals, where the operations noted it while they had the row at hand; -1: not known.
+    greatest logit, the first of equals, where the operations noted it while they had the row at hand; -1: not known, or
+    one is not finite.
     """
 
     logits: NDArray[np.floating]

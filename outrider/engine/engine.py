@@ -272,7 +272,7 @@ class Engine:
             return None
         seq, answer = span.seq, self._answer_of[span.seq.id]
         if best is not None:  # most often, and then every rule says the same
-            tokens = answer.sampler.plain_choices(logits, best)
+            tokens = answer.sampler.plain_choices(best)
             if tokens is not None:
                 return verify_greedy(span.draft, tokens)
         method = seq.spec.verification(self.spec.rejection_sample_method)

@@ -73,13 +73,12 @@ class Sampler:
         shape = model.config
         return Sampler(params, shape.vocab_size, shape.eos_ids, model.n_tokens, model.unused_ids, grammar)
 
-    def plain_choices(self, logits: NDArray[np.floating], best: NDArray[np.int64]) -> list[int] | None:
-        """The next token after each row of ``logits`` [R,V] if it is simply ``best`` [R], that of its greatest one."""
+    def plain_choices(self, best: NDArray[np.int64]) -> list[int] | None:
+        """The next token after each row of logits if it is simply ``best`` [R], that of its greatest one; else None."""
         if not self._plain:
             return None
         tokens: list[int] = best.tolist()
-        known = all(0 <= token < self.n_tokens and math.isfinite(logits[i, token]) for i, token in enumerate(tokens))
-        return tokens if known else None
+        return tokens if min(tokens) >= 0 and max(tokens) < self.n_tokens else None
 
     def dist(self, logits: NDArray[np.floating], prompt: Sequence[int], output: Sequence[int]) -> Dist:
         """What the next token is drawn from. ``logits`` [V] stay as they are.

@@ -31,11 +31,11 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
-BESIDE = 4.0
-"""What a draft takes of the controller's own time, in those of weighing it: learning from it takes as long, and the
-decisions that follow from it twice as long (measured at 16 sequences)."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
+STAY = 0.5
+"""Share of a draft's own cost that counts for a request that drafts: a text repeats itself later on, and who has given
+up finds out late."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
@@ -58,15 +58,21 @@ JOINS = Draft.nothing("its prompt was only just read")
 
 
 class AutoLength(DraftController):
-    """Goodput-optimal draft lengths; see the module. ``on_change`` is told of every change of mind."""
+    """Goodput-optimal draft lengths; see the module. ``on_change`` is told of every change of mind;
+    ``clock`` says how long the controller itself takes."""
 
     def __init__(
-        self, costs: Costs, longest: int = MAX_AUTO_DRAFT, on_change: Callable[[str], None] | None = None
+        self,
+        costs: Costs,
+        longest: int = MAX_AUTO_DRAFT,
+        on_change: Callable[[str], None] | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.costs = costs
         self.longest = longest
         self.changes = 0
         self._tell = on_change or logger.info
+        self._clock = clock
         self._drafters: dict[str, Drafter] = {}
         self._requests: dict[int, Request] = {}
         self._choices: dict[str, Choice] = {}
@@ -77,9 +83,10 @@ class AutoLength(DraftController):
         self._token_seconds = 0.0  # plain decoding's, under the load of this step
         self._speed = Speed()
         self._earned = self._spent = 0.0  # the same seconds in all
-        self._drafted = 0  # steps in which a drafter was asked
+        self._steps = [0, 0]  # without drafts, and with
         self._planned = False  # in this step
-        self._weighing = Line(200)  # seconds of a step for weighing its drafts, by their number
+        self._own = Line(200)  # the controller's own seconds in a step, by the drafts in it
+        self._took = 0.0  # of it, in this step
         self._length = 0.0
         self._share = 0.0  # of the steps lately, those with drafts that are no probes
         self._recent: Request | None = None
@@ -92,6 +99,12 @@ class AutoLength(DraftController):
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
         if not spans:
             return []
+        self._took -= self._clock()
+        budgets = self._budgets(spans, rows)
+        self._took += self._clock()
+        return budgets
+
+    def _budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
         if self._planned:  # the others of this step are planned for: these join them in the next one
             for span in spans:
                 span.draft = JOINS
@@ -163,12 +176,13 @@ class AutoLength(DraftController):
             else:
                 probe = min(self.longest if request.known.whole else PROBE, max(1, span.budget))
                 passes = self.costs.curve(n + probe)
-                request.price = request.known.cost.at(probe) + BESIDE * self._weighing.slope
+                request.price = request.known.cost.at(probe) + self._own.slope
                 if not request.known.sure:
                     request.price += passes[n + probe] - passes[n] + wish.row * probe
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
+        self._took -= self._clock()
         lengths: list[int] = []
         weighed: list[tuple[int, Request]] = []
         for i, span in enumerate(spans):
@@ -192,23 +206,19 @@ class AutoLength(DraftController):
             read += context
             seen += (span.n_new + lengths[i]) * context
         self._read, self._seen = read, seen
+        self._took += self._clock()
         return lengths
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Request]]) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
         likely: list[list[float]] = []
-        expected: list[list[float]] = []
         wished = 0
         for i, request in weighed:
-            chances: list[float] = []
-            lucky: list[float] = []
-            least, ratio = 1.0, request.luck.ratio
-            for chance in request.known.calibration.chances(spans[i].draft.confidence or ()):
-                least = min(least, chance)
-                chances.append(least)
-                lucky.append(min(1.0, least * ratio))
-            likely.append(lucky)
-            expected.append(chances)  # as they are: luck that is cut off at 1 would confirm itself
+            chances = request.known.calibration.chances(spans[i].draft.confidence or ())
+            # Rows of one draft are right together, so that luck is told by the first; and by its chance as it is: luck
+            # that is cut off at 1 would confirm itself.
+            request.expected, ratio, lucky = chances[0], request.luck.ratio, 1.0
+            likely.append([lucky := min(lucky, chance * ratio) for chance in chances])
             wished += lengths[i]
         ends = read = 0
         for span in spans:
@@ -232,19 +242,25 @@ class AutoLength(DraftController):
                 kept += 1
             lengths[i] = request.sent = kept
             request.confidence = (spans[i].draft.confidence or ())[:kept]
-            request.expected = sum(expected[n][:kept])
 
     def observe(self, record: StepRecord) -> None:
+        begin = self._clock()
+        drafted = bool(record.draft_seconds)
+        self._steps[drafted] += 1
+        told = self._steps[drafted] < 64 or not self._steps[drafted] % 4  # then it is known well: it takes time too
+        drafts = self._learn_draft_costs(record) if told else 0
+        self._learn_step(record)
+        if told:
+            self._own.add(drafts, self._took + self._clock() - begin)
+        self._took = 0.0
+
+    def _learn_step(self, record: StepRecord) -> None:
         self._planned = False
         rows = record.prompt_rows + record.decode_rows + record.draft_rows
         if not record.prompt_rows and rows:
             times = record.times
             other = times.schedule + times.verify + times.commit
             self.costs.observe(rows, self._read, self._seen, times.forward, other)
-        if record.draft_seconds:
-            self._drafted += 1
-            if self._drafted < 64 or not self._drafted % 4:  # then they are known well: it takes time too
-                self._learn_draft_costs(record)
         per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
         drafting = False
         if record.draft_rows:
@@ -265,7 +281,7 @@ class AutoLength(DraftController):
                 choice.speed_of(request.drafter).add(gain, loss)
         self._share += 0.03 * (drafting - self._share)
         if self._share < OFF if self._on else self._share > ON:
-            self._on, self._changed = not self._on, time.perf_counter()
+            self._on, self._changed = not self._on, self._clock()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
@@ -310,7 +326,9 @@ class AutoLength(DraftController):
             depth = min(depth, LEAP + 2 * max(request.survival.tried, drafter.survival.tried))
         survival, presence = request.survival.estimate(depth)
         row = self.costs.per_seen * len(span.seq)
-        first = drafter.cost.base + BESIDE * self._weighing.slope
+        first = drafter.cost.base + self._own.slope
+        if request.on is not False:
+            first *= STAY
         if drafter.whole and depth:
             each = sum(s * p for s, p in zip(survival[:depth], presence, strict=False)) / depth
             wish = Wish((each,) * depth, (1.0,) * depth, first, drafter.cost.slope, row)
@@ -328,7 +346,8 @@ class AutoLength(DraftController):
         request.wish = wish
         return wish
 
-    def _learn_draft_costs(self, record: StepRecord) -> None:
+    def _learn_draft_costs(self, record: StepRecord) -> int:
+        """Learns from the seconds of each drafter; returns how many drafts were asked for."""
         total = 0
         for name, seconds in record.draft_seconds.items():
             drafts = rows = 0
@@ -340,8 +359,7 @@ class AutoLength(DraftController):
             if drafts and name in self._drafters:
                 self._drafters[name].cost.add(rows / drafts, seconds / drafts)
             total += drafts
-        if total:
-            self._weighing.add(total, max(0.0, record.times.draft - sum(record.draft_seconds.values())))
+        return total
 
     def _learn(self, request: Request, span: SpanRecord, per_row: float) -> float:
         """What a draft was worth, and the seconds that it cost."""
@@ -357,11 +375,12 @@ class AutoLength(DraftController):
             self._news += 1
         if request.confidence:
             drafter.calibration.add(request.confidence, span.path)
-            request.luck.add(request.expected, span.accepted)
+            lucky = float(0 in span.path)
+            request.luck.add(request.expected, lucky)
             request.weighed += 1
             if request.weighed <= TOLD:
-                drafter.luck.add(request.expected, span.accepted)
-        cost = drafter.cost.at(request.asked) + BESIDE * self._weighing.slope
+                drafter.luck.add(request.expected, lucky)
+        cost = drafter.cost.at(request.asked) + self._own.slope
         if request.sent:
             cost += (per_row + self.costs.per_seen * request.context) * request.sent
         if request.probing:

@@ -56,7 +56,7 @@ class Request:
     drafts: int = 0
     weighed: int = 0  # of these, by their drafter's confidence
     confidence: Sequence[float] = ()  # of the rows that were submitted
-    expected: float = 0.0  # of these, how many should be accepted by the calibration
+    expected: float = 0.0  # the chance of the first of these, by the calibration
 
     @staticmethod
     def new(name: str, drafter: Drafter, kind: str) -> Request:

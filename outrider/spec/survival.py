@@ -159,7 +159,8 @@ class Calibration:
 
 
 class Luck:
-    """How many times as many rows are accepted as the calibration says: of a request, or of new requests."""
+    """How many times as often the first row of a draft is accepted as the calibration says: of a request, or of new
+    ones."""
 
     def __init__(self, memory: float, usual: float = 1.0) -> None:
         """``usual`` is believed with the weight of ``LUCK`` accepted rows."""
@@ -171,7 +172,7 @@ class Luck:
         return self._accepted / self._foreseen
 
     def add(self, foreseen: float, accepted: float) -> None:
-        """A draft of which so many rows should have been accepted by the calibration, and so many were."""
+        """A draft whose first row was ``foreseen`` to be accepted with this chance, and was or was not (1 or 0)."""
         self._foreseen += self._rate * (LUCK - self._foreseen) + foreseen
         self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
 

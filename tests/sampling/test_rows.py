@@ -74,12 +74,11 @@ def test_plain_choices_are_what_the_rules_would_choose() -> None:
     """And are left to them wherever it takes more than the greatest logit."""
     greedy, best = SamplingParams(temperature=0), LOGITS.argmax(-1)
     sampler = Sampler(greedy, 8)
-    assert sampler.plain_choices(LOGITS, best) == [int(sampler.dist(row, [1], []).ids[0]) for row in LOGITS]
-    unknown, bad = best.copy(), LOGITS.copy()
-    unknown[-1], bad[-1] = -1, np.nan
-    assert sampler.plain_choices(LOGITS, unknown) is None
-    assert sampler.plain_choices(bad, best) is None
-    assert Sampler(greedy, 8, n_tokens=int(best.max())).plain_choices(LOGITS, best) is None
+    assert sampler.plain_choices(best) == [int(sampler.dist(row, [1], []).ids[0]) for row in LOGITS]
+    unknown = best.copy()
+    unknown[-1] = -1
+    assert sampler.plain_choices(unknown) is None
+    assert Sampler(greedy, 8, n_tokens=int(best.max())).plain_choices(best) is None
     for rules in ({"temperature": 1.0}, {"min_tokens": 1}, {"presence_penalty": 0.5}, {"banned_token_ids": (5,)}):
         params = SamplingParams(**{"temperature": 0, **rules})
-        assert Sampler(params, 8, eos_ids=(5,)).plain_choices(LOGITS, best) is None
+        assert Sampler(params, 8, eos_ids=(5,)).plain_choices(best) is None

@@ -30,11 +30,23 @@ def cpu_pass(rows: int) -> float:
 
 
 @dataclass
+class Ticks:
+    """A controller's clock: ``each`` seconds pass from one look at it to the next."""
+
+    now: float = 0.0
+    each: float = 2e-6
+
+    def __call__(self) -> float:
+        self.now += self.each
+        return self.now
+
+
+@dataclass
 class Simulator:
     """Runs ``n`` sequences forever; ``look_up`` and ``per_row`` are the drafter's seconds a draft and a row.
 
-    ``weigh`` are seconds a draft that count for no drafter, half of them before the pass, and ``sure`` says that a
-    draft comes with its confidence.
+    ``weigh`` are seconds a draft that the controller takes by its own ``clock``, half of them before the pass, and
+    ``sure`` says that a draft comes with its confidence.
     """
 
     controller: DraftController
@@ -51,6 +63,7 @@ class Simulator:
     seed: int = 0
     drafter: str = "scripted"
     first_id: int = 0
+    clock: Ticks = field(default_factory=Ticks)
     now: float = 0.0
     tokens: int = 0
     steps: int = 0
@@ -83,6 +96,8 @@ class Simulator:
                     span.draft = Draft.chain([1] * span.budget)
                     if self.sure:
                         span.draft = span.draft.sure([0.5**i for i in range(1, span.budget + 1)])
+        weighing = self.weigh * sum(span.budget > 0 for span in spans)
+        self.clock.each = 2e-6 + weighing / 2
         for span, rows in zip(spans, self.controller.trim(spans), strict=True):
             span.draft = span.draft.truncated(rows)
         records = []
@@ -97,7 +112,6 @@ class Simulator:
         n_rows = sum(record.rows for record in records)
         wobble = self.random.gauss(1.0, self.noise) if self.noise else 1.0
         forward = self.pass_seconds(n_rows) * max(0.5, wobble)
-        weighing = self.weigh * sum(span.budget > 0 for span in spans)
         times = StepTimes(0.02e-3, drafting + weighing / 2, forward, 0.05e-3, 0.05e-3 + weighing / 2)
         self.now += times.total
         self.steps += 1
@@ -117,3 +131,4 @@ class Simulator:
                 draft_seconds={self.drafter: drafting} if drafting else {},
             )
         )
+        self.clock.each = 2e-6

@@ -9,14 +9,14 @@ from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span
 from outrider.spec.auto import AutoLength
 from outrider.spec.costs import Costs
-from tests.spec.simulator import Simulator, cpu_pass, table_of
+from tests.spec.simulator import Simulator, Ticks, cpu_pass, table_of
 
 OTHER = 0.12e-3
 """Seconds of a simulated step outside of passes and drafts."""
 
 
-def auto() -> AutoLength:
-    return AutoLength(Costs(table_of(cpu_pass)), on_change=lambda _: None)
+def auto(clock: Ticks | None = None) -> AutoLength:
+    return AutoLength(Costs(table_of(cpu_pass)), on_change=lambda _: None, clock=clock or Ticks())
 
 
 def of_plain(run: Simulator, seconds: float) -> float:
@@ -36,7 +36,8 @@ def of_plain(run: Simulator, seconds: float) -> float:
 )
 def test_probes_of_all_sequences_together_cost_little(n: int, drafter: dict) -> None:  # type: ignore[type-arg]
     """In time, what it takes the controller itself included; and so in rows, which cost time as well."""
-    run = Simulator(auto(), lambda _: 0.0, n=n, noise=0.0, **drafter)
+    clock = Ticks()
+    run = Simulator(auto(clock), lambda _: 0.0, n=n, noise=0.0, clock=clock, **drafter)
     run.run(2)
     steps, asked = run.steps, len(run.budgets)
     assert of_plain(run, 6) > 0.99
