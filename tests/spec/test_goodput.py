@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.goodput import Wish, best_budgets
+from outrider.spec.goodput import Wish, best_budgets, worthwhile
 
 
 def drawn(seconds: Callable[[float], float]) -> list[float]:
@@ -162,3 +162,39 @@ def test_one_sequence_gets_what_it_would_get_beside_one_that_drafts_nothing(
             best_budgets([wish], rows, rows, seconds, n, 0.1).goodput for n in (alone.budgets[0], beside.budgets[0])
         ]
         assert capped[0] == pytest.approx(capped[1])
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(curves, jumps, st.floats(0, 1), st.floats(0, 2))
+def test_no_other_rows_are_worth_more(survival: list[list[float]], steps: list[float], row: float, rate: float) -> None:
+    """Against every choice, for rows that cost the same for all: the tokens less what the time would have brought."""
+    times, n = [1.0, *itertools.accumulate(steps, initial=1.0)], len(survival)
+
+    def worth(budgets: Sequence[int]) -> float:
+        seconds = times[n + sum(budgets)] - times[n] + row * sum(budgets)
+        return sum(sum(curve[:g]) for curve, g in zip(survival, budgets, strict=True)) - rate * seconds
+
+    chosen = worthwhile(survival, [row] * n, n, times, rate)
+    every = itertools.product(*(range(len(curve) + 1) for curve in survival))
+    assert worth(chosen) == pytest.approx(max(worth(budgets) for budgets in every), abs=1e-9)
+
+
+def test_good_steps_take_the_rows_that_poor_ones_refuse_only_at_the_rate_of_all() -> None:
+    """Every other step has a sure draft, whose last row is doubtful, the others a single row that is more doubtful yet.
+
+    A step that makes the most of itself refuses the one (its rate is high) and takes the other; all steps together
+    come further the other way round.
+    """
+    good, poor = [0.95, 0.9, 0.85, 0.8, 0.25], [0.11]
+    times = [1.0 + 0.1 * (rows - 1) for rows in range(8)]
+
+    def rate_of(budgets: tuple[int, int]) -> float:
+        tokens = sum(1 + sum(curve[:g]) for curve, g in zip((good, poor), budgets, strict=True))
+        return tokens / sum(times[1 + g] for g in budgets)
+
+    best = max(itertools.product(range(6), range(2)), key=rate_of)
+    assert best == (5, 0)
+    assert tuple(worthwhile([curve], [0.0], 1, times, rate_of(best))[0] for curve in (good, poor)) == best
+    own = tuple(best_budgets([Wish(c, [1.0] * len(c))], 1, 1, times, 9).budgets[0] for c in (good, poor))
+    assert own == (4, 1)
+    assert rate_of(own) < rate_of(best)
