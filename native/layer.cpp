@@ -38,7 +38,7 @@ void run_linear(Context& context, const Weight& weight, const float* bias, const
   Cutter memory(context.scratch.data());
   const Acts a = with(integer ? cut_acts(memory, rows, weight.k()) : plain(rows), x, weight.k());
   struct Found {
-    int64_t at = INT64_MAX;  // -1: a value was not finite
+    int64_t at = INT64_MAX;  // behind every other; -1: a value was not finite
     float value = -std::numeric_limits<float>::infinity();  // of a thread without outputs
 
     // The greater of the two, of equals the first.

@@ -19,8 +19,9 @@ inline void relax() {
 
 using Clock = std::chrono::steady_clock;
 // How long a thread watches before it sleeps: for the others at a barrier, and, idle, for the next region. What an engine
-// does between two passes takes some tenths of a millisecond, and waking up a thread as good as that. Nobody yields: Linux
-// takes a yield for a slice used up, and a thread that yields often is put behind all others for seconds.
+// does between two passes takes some tenths of a millisecond, on a busy machine over a whole one, and waking up a thread
+// adds to it. Nobody yields: Linux takes a yield for a slice used up, and a thread that yields often is put behind all
+// others for seconds.
 constexpr std::chrono::microseconds kPatience{50}, kWatch{2000};
 
 }  // namespace

@@ -40,16 +40,17 @@ class Pool {
   int64_t next() { return counter_.fetch_add(1, std::memory_order_relaxed); }
 
   // Inside a region, once between two barriers, with the same `total` on every thread: calls run(range) until all of
-  // 0 .. total is done. Each thread takes its own share piece by piece, every piece two smaller than the one before and
-  // the last of one; and then what is left of the others'. So a core that is slower, or busy with another program, holds
-  // up nobody for long.
+  // 0 .. total is done. Each thread takes its own share piece by piece, from the second on every piece two smaller than
+  // the one before and the last of one; and then what is left of the others'. So a core that is slower, or busy with
+  // another program, holds up nobody for long.
   template <class Run>
   void each(int thread, int64_t total, const Run& run) {
     for (int t = thread; t < thread + n_; t++) {
       const int64_t owner = t % n_, from = total * owner / n_, to = total * (owner + 1) / n_;
       const auto pieces = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(to - from))));
       std::atomic<int64_t>& taken = taken_[static_cast<size_t>(owner)].pieces;
-      for (int64_t left; (left = pieces - taken.fetch_add(1, std::memory_order_relaxed)) > 0;)
+      // A look first: threads that only find out that nothing is left need not fight for the counter.
+      for (int64_t left; taken.load(std::memory_order_relaxed) < pieces && (left = pieces - taken.fetch_add(1, std::memory_order_relaxed)) > 0;)
         run(Range{std::max(from, to - left * left), to - (left - 1) * (left - 1)});
     }
   }

@@ -159,6 +159,8 @@ class Drafters:
                 raise ValueError(f"token id {token}, where 0 to {size - 1} are allowed")
             if q is not None and not q.prob(token) > 0.0:
                 raise ValueError(f"token id {token}, which its own q gives no probability")
+        if draft.confidence is not None and len(draft.confidence) != len(draft):
+            raise ValueError(f"confidence in {len(draft.confidence)} tokens of {len(draft)}")
         if not all(map(math.isfinite, draft.confidence or ())):
             raise ValueError(f"confidence {draft.confidence}, where numbers are allowed")
 

@@ -61,7 +61,8 @@ KV_GROUP = 32
 class LayerKV:
     """One layer's paged KV: ``k`` and ``v`` are [kv heads, slots, head dim]; slots are physical ones.
 
-    Heads come first so that what one head reads of a block lies side by side.
+    Or that of several layers, one's heads after the other's (``split``). Heads come first so that what one head reads
+    of a block lies side by side.
 
     In 8 bits they are codes i8, and ``k_scale`` and ``v_scale`` f32[kv heads, slots, groups] say what a code of each
     group is worth: the greatest magnitude in the group / 127. Other types have no scales.

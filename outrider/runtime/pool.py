@@ -1,4 +1,4 @@
-"""The KV pool: the tensors of each layer, cut in blocks that the block manager hands out."""
+"""The KV pool: the tensors of all layers, cut in blocks that the block manager hands out."""
 
 from __future__ import annotations
 

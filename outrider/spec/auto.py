@@ -33,9 +33,6 @@ PROBE = 2
 """Draft rows of a probe."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
-STAY = 0.5
-"""Share of a draft's own cost that counts for a request that drafts: a text repeats itself later on, and who has given
-up finds out late."""
 DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
@@ -97,11 +94,9 @@ class AutoLength(DraftController):
         return self._choices.setdefault(kind_of(params), Choice()).choose(drafters)
 
     def budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
-        if not spans:
-            return []
-        self._took -= self._clock()
-        budgets = self._budgets(spans, rows)
-        self._took += self._clock()
+        begin = self._clock()
+        budgets = self._budgets(spans, rows) if spans else []
+        self._took += self._clock() - begin
         return budgets
 
     def _budgets(self, spans: Sequence[Span], rows: int) -> list[int]:
@@ -163,10 +158,13 @@ class AutoLength(DraftController):
         decision = best_budgets(wishes, n, n, seconds, rows, self.costs.context(read, read))
         if not self._token_seconds or all(span.n_new == 1 for span in spans):
             self._token_seconds = 1 / decision.plain
-        more = max(0.0, seconds[n + sum(decision.budgets) + 1] - seconds[n + sum(decision.budgets)])
+        taken = sum(decision.budgets)
+        more, spare = max(0.0, seconds[n + taken + 1] - seconds[n + taken]), max(0, rows - taken) // n
         for request, wish, planned, span in zip(requests, wishes, decision.budgets, spans, strict=True):
-            # Of rows whose drafter says how sure it is, those that pay are chosen when they are known.
-            request.planned = len(wish.survival) if planned and request.known.sure else planned
+            request.planned = planned
+            if planned and request.known.sure and wish.each < 0.1 * more:
+                # It says how sure it is of rows that it drafts for next to nothing: ``trim`` chooses among them.
+                request.planned += min(len(wish.survival) - planned, spare)
             if request.on is not (planned > 0) and span.budget:
                 fixed = self.costs.context(len(span.seq), len(span.seq))
                 alone = best_budgets([wish], 1, 1, seconds, rows, fixed)
@@ -182,7 +180,7 @@ class AutoLength(DraftController):
         self._running, self._ids, self._news, self._age = requests, ids, 0, 0
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
-        self._took -= self._clock()
+        begin = self._clock()
         lengths: list[int] = []
         weighed: list[tuple[int, Request]] = []
         for i, span in enumerate(spans):
@@ -195,9 +193,10 @@ class AutoLength(DraftController):
             request.trusted = request.sent = rows
             if draft.n_verify < rows:
                 request.known.whole = True
-            elif rows and draft.confidence is not None and not any(draft.q):
-                request.known.sure = True
-                weighed.append((i, request))
+            elif rows:
+                request.known.sure = draft.confidence is not None and not any(draft.q)
+                if request.known.sure:
+                    weighed.append((i, request))
         if weighed:
             self._weigh(spans, lengths, weighed)
         read = seen = 0
@@ -206,7 +205,7 @@ class AutoLength(DraftController):
             read += context
             seen += (span.n_new + lengths[i]) * context
         self._read, self._seen = read, seen
-        self._took += self._clock()
+        self._took += self._clock() - begin
         return lengths
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Request]]) -> None:
@@ -227,7 +226,7 @@ class AutoLength(DraftController):
                 read += len(span.seq.tokens)
         own_rows = ends + sum(lengths) - wished
         seconds = self.costs.curve(own_rows + wished + 2)
-        rate = max(1.0, self._speed.ratio) * ends / (seconds[own_rows] + self.costs.context(read, read))
+        rate = max(1.0, self._speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
         row = [self.costs.per_seen * request.context for _, request in weighed]
         budgets = worthwhile(likely, row, own_rows, seconds, rate)
         kept_rows = own_rows + sum(budgets)
@@ -247,7 +246,7 @@ class AutoLength(DraftController):
         begin = self._clock()
         drafted = bool(record.draft_seconds)
         self._steps[drafted] += 1
-        told = self._steps[drafted] < 64 or not self._steps[drafted] % 4  # then it is known well: it takes time too
+        told = self._steps[drafted] < 64 or not self._steps[drafted] % 5  # then it is known well: it takes time too
         drafts = self._learn_draft_costs(record) if told else 0
         self._learn_step(record)
         if told:
@@ -281,7 +280,7 @@ class AutoLength(DraftController):
                 choice.speed_of(request.drafter).add(gain, loss)
         self._share += 0.03 * (drafting - self._share)
         if self._share < OFF if self._on else self._share > ON:
-            self._on, self._changed = not self._on, self._clock()
+            self._on, self._changed = not self._on, time.perf_counter()
         if spent:
             self._speed.add(earned, spent)
             self._earned, self._spent = self._earned + earned, self._spent + spent
@@ -327,8 +326,6 @@ class AutoLength(DraftController):
         survival, presence = request.survival.estimate(depth)
         row = self.costs.per_seen * len(span.seq)
         first = drafter.cost.base + self._own.slope
-        if request.on is not False:
-            first *= STAY
         if drafter.whole and depth:
             each = sum(s * p for s, p in zip(survival[:depth], presence, strict=False)) / depth
             wish = Wish((each,) * depth, (1.0,) * depth, first, drafter.cost.slope, row)

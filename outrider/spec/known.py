@@ -28,7 +28,7 @@ class Drafter:
     calibration: Calibration = field(default_factory=lambda: Calibration(memory=400))
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
-    sure: bool = False  # it says how sure it is of its rows: ``trim`` submits those that pay
+    sure: bool = False  # of its last draft it said how sure it is, row by row: ``trim`` submits those that pay
     luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
 
 

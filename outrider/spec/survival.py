@@ -19,7 +19,7 @@ SEEKING = 8
 TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
 LUCK = 2.0
-"""Rows that should be accepted before half is believed of what a request says about the calibration."""
+"""First rows that should be accepted before half is believed of what a request says about the calibration."""
 MANY = 64
 """Drafts that wait at most to be counted."""
 CONFIDENCE_STEPS = 12
@@ -163,7 +163,7 @@ class Luck:
     ones."""
 
     def __init__(self, memory: float, usual: float = 1.0) -> None:
-        """``usual`` is believed with the weight of ``LUCK`` accepted rows."""
+        """``usual`` is believed with the weight of ``LUCK`` accepted first rows."""
         self._rate, self._usual = 1 / memory, usual
         self._foreseen, self._accepted = LUCK, LUCK * usual
 

@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median_low
+from statistics import median_high, median_low
 from typing import Any
 
 import torch
@@ -39,11 +39,11 @@ FORMAT = 3
 NARROW = 16
 """Rows that most steps have at most."""
 ROUNDS = 8
-"""Of these; half as many of wider passes, and two of those with a long context."""
+"""Of these; half as many of wider passes, and three of those with a long context."""
 FEWEST = 4
 """Passes that are timed at least, however slow."""
 PATIENCE = 1.8
-"""Seconds after which no further pass is timed, once each pass was timed (or, for a slow model, the fewest were)."""
+"""Seconds after which no further pass is timed, once the fewest were."""
 STEADY = 1.25
 """The median of a pass's times may be so many times the shortest where nothing else keeps the machine busy."""
 BUMP = 1.1
@@ -93,7 +93,7 @@ def measure(
     narrow, wide = [p for p in each if p[1] <= NARROW], [p for p in each if p[1] > NARROW]
     texts = [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
     passes, source = narrow + wide + texts, random.Random(0)
-    for kind, rounds in ((narrow, ROUNDS), (wide, ROUNDS // 2), (texts, 2)):
+    for kind, rounds in ((narrow, ROUNDS), (wide, ROUNDS // 2), (texts, 3)):
         for _ in range(rounds - 1):
             passes += source.sample(kind, len(kind))
     times: dict[tuple[int, int, int], list[float]] = {}
@@ -113,7 +113,7 @@ def measure(
 
 def _steady(times: Sequence[Sequence[float]]) -> bool:
     """Whether most passes were timed more than once with about the same outcome."""
-    agreeing = [own for own in times if len(own) > 1 and median_low(own) < STEADY * min(own)]
+    agreeing = [own for own in times if len(own) > 1 and median_high(own) < STEADY * min(own)]
     return 2 * len(agreeing) > len(times)
 
 

@@ -54,12 +54,16 @@ class Broken(Proposer):
             return [Draft.chain([1])] * (len(spans) - 1)
         if self.how in ("nan", "inf", "text"):
             return [Draft.chain([1]).sure([float(self.how) if self.how != "text" else "high"]) for _ in spans]  # type: ignore[list-item]
+        if self.how == "unsure":
+            return [Draft.chain([1]).sure([]) for _ in spans]
         if self.how == "impossible":
             return [Draft.chain([1], [Dist.point(2)]) for _ in spans]
         return [Draft.chain([{"too large": 32, "negative": -1}[self.how]]) for _ in spans]
 
 
-@pytest.mark.parametrize("how", ["raises", "too few", "too large", "negative", "nan", "inf", "text", "impossible"])
+@pytest.mark.parametrize(
+    "how", ["raises", "too few", "too large", "negative", "nan", "inf", "text", "unsure", "impossible"]
+)
 def test_a_drafter_that_fails_costs_only_its_drafts(how: str, caplog: pytest.LogCaptureFixture) -> None:
     engine = engine_with(Broken(how))
     prompts = ([1, 2, 3], [4, 5, 6, 7])

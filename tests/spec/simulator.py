@@ -60,6 +60,7 @@ class Simulator:
     sure: bool = False
     noise: float = 0.05
     max_draft: int = 256
+    room: int = 512
     seed: int = 0
     drafter: str = "scripted"
     first_id: int = 0
@@ -86,7 +87,7 @@ class Simulator:
 
     def step(self) -> None:
         spans = [Span(seq, 63, 1, self.max_draft) for seq in self.sequences]
-        budgets = self.controller.budgets(spans, 512 - self.n)
+        budgets = self.controller.budgets(spans, self.room - self.n)
         drafting = 0.0
         for span, budget in zip(spans, budgets, strict=True):
             span.budget = min(budget, span.budget)

@@ -121,3 +121,30 @@ def test_an_empty_draft_says_why() -> None:
     for each, budget in zip((span, other), budgets, strict=True):
         assert budget or each.draft.reason
         assert budget or each.draft == Draft.nothing(each.draft.reason)
+
+
+def test_where_rows_are_short_no_sequence_goes_without_for_the_others_sake() -> None:
+    """Sure drafts get room beyond what was decided; but only what all have left."""
+    run = Simulator(auto(), lambda _: 0.95, n=4, room=16, sure=True)
+    run.run(2)
+    late = [budgets for _, budgets in run.budgets[-100:]]
+    assert all(sum(budgets) <= 12 for budgets in late)
+    assert min(map(min, late)) >= 2
+
+
+def test_an_interrupt_within_the_controller_costs_nothing_later() -> None:
+    clock = Ticks()
+    controller = auto(clock)
+    run = Simulator(controller, lambda _: 0.0, clock=clock, sure=True, weigh=1e-4)
+    run.run(2)
+    slope = controller._own.slope
+    clock.now += 1e5
+    decide = controller._decide
+    controller._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
+    controller._age = 1000
+    with pytest.raises(KeyboardInterrupt):
+        run.step()
+    controller._decide = decide  # type: ignore[method-assign]
+    controller._planned = False
+    run.run(2)
+    assert 0 < controller._own.slope < 2 * slope
