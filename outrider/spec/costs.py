@@ -67,8 +67,9 @@ class Line:
 
     def add(self, x: float, y: float) -> None:
         self._n += 1
+        y = max(0.0, y)
         if self._n > 8:
-            y = min(max(0.0, y), MOST * (self.base + self.slope * x) + 1e-9)
+            y = min(y, MOST * (self.base + self.slope * x) + 1e-9)
         rate = max(self._rate, 1 / self._n)
         self._x += rate * (x - self._x)
         self._y += rate * (y - self._y)

@@ -111,6 +111,19 @@ def test_a_line_tells_what_a_call_costs_from_what_a_row_costs() -> None:
     assert (constant.base, constant.slope) == pytest.approx((0.0, 0.5)), "no spread: in proportion"
 
 
+def test_a_clock_that_went_backwards_spoils_no_line() -> None:
+    line = Line(100)
+    for y in (2.0, -1e9, *[2.0] * 500):
+        line.add(1, y)
+    assert line.at(1) == pytest.approx(2.0, rel=0.05)
+
+
+def test_two_timings_that_differ_are_not_steady() -> None:
+    assert not warmup._steady([[1.0, 10.0]] * 25)
+    assert warmup._steady([[1.0, 1.1]] * 25)
+    assert not warmup._steady([[1.0]] * 25), "nor is one"
+
+
 @pytest.fixture
 def toy() -> tuple[object, Runner]:
     model = toy_model()
