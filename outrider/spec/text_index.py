@@ -143,12 +143,12 @@ class TextIndex:
 
     def agreeing(self, at: int, context: list[int], n: int) -> int:
         """How many tokens before ``at`` agree with the end of ``context``, of which ``n`` are known to."""
-        most = min(at, len(context))
-        if n < most and self.tokens[at - n - 1] != context[-n - 1]:
+        tokens, most = self.tokens, min(at, len(context))
+        if n < most and tokens[at - n - 1] != context[-n - 1]:
             return n
-        if self.tokens[at - most : at] == context[len(context) - most :]:
+        if tokens[at - most : at] == context[len(context) - most :]:
             return most
-        while self.tokens[at - n - 1] == context[-n - 1]:
+        while tokens[at - n - 1] == context[-n - 1]:
             n += 1
         return n
 

@@ -64,6 +64,7 @@ def plain_loop(
         found = sorted(found, reverse=True)[: max(LEFT, SCANNED - len(places))]
         places += [(text, at, agree * agree / 12 if text is answers else agree) for _, at, agree in found]
         longest = max([longest, *(agree for _, _, agree in found)])
+    places.sort(key=lambda place: -place[2])
     paths: list[tuple[int, ...]] = []
     path: tuple[int, ...] = ()
     chance, group = 1.0, places

@@ -12,6 +12,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from outrider.core.draft import Draft
 from outrider.core.settings import check_settings, setting
@@ -81,9 +82,9 @@ class Memory:
             del self._indexes[tenant]
 
 
-_Place = tuple[list[int], int, float]
-"""A text, where in it the continuation begins, and how many tokens before agree with the end of the text (for what is
-remembered: how many of this text would be worth as much)."""
+_Continuation = tuple[list[int], float]
+"""What followed a place where the end of the text stood before, and how many tokens before it agree with the end of the
+text (for what is remembered: how many of this text would be worth as much)."""
 
 
 class Suffix(Proposer):
@@ -127,63 +128,52 @@ class Suffix(Proposer):
         remembered = self.memory.of(span.seq.spec.tenant)
         context = (tokens[-depth:] + ahead)[-depth:]
         found = matches(own, context)
-        places: list[_Place] = [(own.tokens, at, agreeing) for at, agreeing in found]
-        if remembered is not None:
-            earlier = matches(remembered, context, max(LEFT, SCANNED - len(found)))
-            places += [(remembered.tokens, at, _remembered(agreeing)) for at, agreeing in earlier]
-            found += earlier
-        if not found:
+        earlier = [] if remembered is None else matches(remembered, context, max(LEFT, SCANNED - len(found)))
+        if not found and not earlier:
             return Draft.nothing("no end of the text was seen before")
-        longest = max([agreeing for _, agreeing in found])
+        longest = max([agreeing for _, agreeing in (*found, *earlier)])
         nodes = min(budget, int(self.settings.suffix_decoding_max_spec_factor * longest))
         if nodes < 1:
             return Draft.nothing("too little of the end of the text was seen before")
-        return self._grow(places, ahead, nodes)
+        going: list[_Continuation] = [(_continuation(own.tokens, at, ahead, nodes), agreeing) for at, agreeing in found]
+        if remembered is not None:
+            going += [
+                (_continuation(remembered.tokens, at, [], nodes), _remembered(agreeing)) for at, agreeing in earlier
+            ]
+        going.sort(key=_agreeing, reverse=True)
+        return self._grow(going, nodes)
 
-    def _grow(self, places: list[_Place], ahead: list[int], nodes: int) -> Draft:
-        """The ``nodes`` likeliest tokens as a tree, the likeliest first; of the places that go along a path, those that
-        go on with a token speak for it, and the others against it."""
+    def _grow(self, group: list[_Continuation], nodes: int) -> Draft:
+        """The ``nodes`` likeliest tokens as a tree, the likeliest first; of the continuations along a path, those that
+        go on with a token speak for it, and the others against it. ``group``: all of them, what agrees most first."""
         least, branches = self.settings.suffix_decoding_min_token_prob, self.settings.suffix_decoding_branches
         tokens: list[int] = []
         parents: list[int] = []
         confidence: list[float] = []
-        waiting: list[tuple[float, int, int, int, int, list[_Place]]] = []  # the likeliest last, of equals the earliest
-        order = 0
-        group, sure = places, 1.0
-        trunk = _alike(places, ahead, nodes)
-        if trunk:  # where text repeats, most often the whole draft
-            chance = _chances({trunk[0]: places})[0][0]
-            for token in trunk:
-                if sure * chance < least:
-                    break
-                sure *= chance
-                tokens.append(token)
-                confidence.append(sure)
-            parents += range(-1, len(tokens) - 1)
-        depth = len(tokens)
+        # The likeliest last, of equals the earliest.
+        waiting: list[tuple[float, int, int, int, int, list[_Continuation]]] = []
+        order = depth = 0
+        parent, sure = -1, 1.0
         while len(tokens) < nodes:
-            following: dict[int, list[_Place]] = {}
-            for place in group:
-                text, at, _ = place
-                token = text[at + depth] if at + depth < len(text) else _token(place, depth, ahead)
-                if token in following:
-                    following[token].append(place)
-                else:
-                    following[token] = [place]
+            column = [following[depth] for following, _ in group]
+            token = column[0]
             depth += 1
-            likely = [(sure * chance, token) for chance, token in _chances(following) if sure * chance >= least]
-            if len(likely) > 1:
-                likely.sort(key=lambda each: -each[0])
-            for chance, token in likely[:branches]:
-                order -= 1
-                waiting.append((chance, order, len(tokens) - 1, depth, token, following[token]))
+            if column.count(token) == len(column):  # where text repeats, nearly always
+                likely = [(_united(group), token, group)] if token != BETWEEN else []
+            else:
+                likely = _split(column, group)
+            for chance, token, going in likely[:branches]:
+                if sure * chance >= least:
+                    order -= 1
+                    waiting.append((sure * chance, order, parent, depth, token, going))
             if not waiting:
                 break
             if len(waiting) > 1:
                 waiting.sort()
             sure, _, parent, depth, token, group = waiting.pop()
-            tokens.append(token)
             parents.append(parent)
+            parent = len(tokens)
+            tokens.append(token)
             confidence.append(sure)
         if not tokens:
             return Draft.nothing("no continuation is likely enough")
@@ -209,26 +199,40 @@ def _remembered(agreeing: int) -> float:
     return REMEMBERED * agreeing * agreeing
 
 
-def _chances(following: dict[int, list[_Place]]) -> list[tuple[float, int]]:
-    """The chance of each token by the places that it follows, in their order; no token ends a text."""
-    best: list[float] = []
-    first = second = 0.0
-    total = 0
-    for places in following.values():
-        agreeing = places[0][2] if len(places) == 1 else max([agreeing for _, _, agreeing in places])
-        best.append(agreeing)
-        total += len(places)
-        if agreeing > first:
-            first, second = agreeing, first
-        elif agreeing > second:
-            second = agreeing
-    chances = []
-    for (token, places), agreeing in zip(following.items(), best, strict=True):
+def _agreeing(going: _Continuation) -> float:
+    return going[1]
+
+
+def _united(group: list[_Continuation]) -> float:
+    """The chance of the token with which all of these go on."""
+    fair = odds(group[0][1], len(group), 0, 0)
+    return fair / (1 + fair)
+
+
+def _split(column: list[int], group: list[_Continuation]) -> list[tuple[float, int, list[_Continuation]]]:
+    """The chance of each token of ``column``, which are the next ones in the group, and who goes on with it; the
+    likeliest first. No token ends a text."""
+    following: dict[int, list[_Continuation]] = {}
+    for token, going in zip(column, group, strict=True):
+        alike = following.get(token)
+        if alike is None:
+            following[token] = [going]
+        else:
+            alike.append(going)
+    best = group[0][1]
+    rival = next(islice(following.values(), 1, None))[0][1]  # of the first token; the first is that of the others
+    likely = []
+    for token, alike in following.items():
         if token != BETWEEN:
-            rival = second if agreeing == first else first
-            fair = odds(agreeing, len(places), rival, total - len(places))
-            chances.append((fair / (1 + fair), token))
-    return chances
+            fair = odds(alike[0][1], len(alike), rival, len(group) - len(alike))
+            likely.append((fair / (1 + fair), token, alike))
+        rival = best
+    likely.sort(key=_chance, reverse=True)
+    return likely
+
+
+def _chance(weighed: tuple[float, int, list[_Continuation]]) -> float:
+    return weighed[0]
 
 
 def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[tuple[int, int]]:
@@ -238,34 +242,21 @@ def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[t
         if n > len(context):
             continue
         for at in index.places(context[-n:], most):
-            if len(found) == most:
-                return list(found.items())
             if at not in found:
                 found[at] = index.agreeing(at, context, n)
+                if len(found) == most:
+                    return list(found.items())
         context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
     return list(found.items())
 
 
-def _alike(places: list[_Place], ahead: list[int], most: int) -> list[int]:
-    """The tokens, ``most`` of them at most, with which all places go on in the same way."""
-    runs = []
-    for place in places:
-        text, at, _ = place
-        run = text[at : at + most]
-        runs.append(run + [_token(place, depth, ahead) for depth in range(len(run), most)] if len(run) < most else run)
-    tokens = []
-    for column in zip(*runs, strict=True):
-        if column[0] == BETWEEN or column.count(column[0]) < len(column):
-            break
-        tokens.append(column[0])
-    return tokens
-
-
-def _token(place: _Place, depth: int, ahead: list[int]) -> int:
-    """What stands ``depth`` tokens behind a place; past the end, text and ``ahead`` go on as a repetition would."""
-    text, at, _ = place
-    i = at + depth % (len(text) + len(ahead) - at)
-    return text[i] if i < len(text) else ahead[i - len(text)]
+def _continuation(text: list[int], at: int, ahead: list[int], n: int) -> list[int]:
+    """``n`` tokens from the place on; past the end, text and ``ahead`` go on as a repetition would."""
+    following = text[at : at + n]
+    if len(following) < n:
+        following += ahead
+        following = (following * (n // len(following) + 1))[:n]
+    return following
 
 
 def build(context: DraftContext, settings: SuffixSettings) -> Proposer:
