@@ -124,29 +124,50 @@ class TextIndex:
     def places(self, tail: list[int], most: int) -> list[int]:
         """Where in ``tokens`` this n-gram, of one of the lengths, ended before their very end: the newest, at most so
         many."""
+        n, tokens = len(tail), self.tokens
+        return [at for at in self._ends(tail, most) if tokens[at - n : at] == tail]
+
+    def matches(self, context: list[int], most: int) -> list[tuple[int, int]]:
+        """Places before which the end of ``context`` stands, at most so many, each with how many tokens agree: those of
+        the longest n-grams first, and of these the newest."""
+        found: dict[int, int] = {}
+        tokens = self.tokens
+        for n in self.lengths:
+            if n > len(context):
+                continue
+            tail = context[-n:]
+            for at in self._ends(tail, most):
+                if at not in found and tokens[at - n : at] == tail:
+                    found[at] = self.agreeing(at, context, n)
+                    if len(found) == most:
+                        return list(found.items())
+            context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
+        return list(found.items())
+
+    def _ends(self, tail: list[int], most: int) -> list[int]:
+        """The newest ``most`` places where an n-gram with the hash of ``tail`` ended; one may be another n-gram."""
         n = len(tail)
-        before, tokens, forgotten = self._before[n], self.tokens, self._forgotten
-        if tokens[-n:] == tail:
+        before, forgotten = self._before[n], self._forgotten
+        if self.tokens[-n:] == tail:
             end = before[-1]
         else:
             key = 0
             for token in tail:
                 key = (key * _BASE + token + 1) & _MASK
             end = self._newest[n].get(key, -1)
-        found: list[int] = []
-        while end > forgotten and len(found) < most:
-            at = end - forgotten
-            if tokens[at - n : at] == tail:
-                found.append(at)
-            end = before[at - 1]
-        return found
+        ends: list[int] = []
+        while end > forgotten and len(ends) < most:
+            ends.append(end - forgotten)
+            end = before[end - forgotten - 1]
+        return ends
 
     def agreeing(self, at: int, context: list[int], n: int) -> int:
         """How many tokens before ``at`` agree with the end of ``context``, of which ``n`` are known to."""
         tokens, most = self.tokens, min(at, len(context))
         if n < most and tokens[at - n - 1] != context[-n - 1]:
             return n
-        if tokens[at - most : at] == context[len(context) - most :]:
+        # The farthest one first: most often it tells that not all agree.
+        if tokens[at - most] == context[-most] and tokens[at - most : at] == context[-most:]:
             return most
         while tokens[at - n - 1] == context[-n - 1]:
             n += 1

@@ -12,7 +12,7 @@ from outrider.core.draft import Draft
 from outrider.core.errors import SettingError
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Commit, FinishReason, Sequence, Span
-from outrider.spec.drafts.suffix import LEFT, LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, matches, odds
+from outrider.spec.drafts.suffix import LEFT, LENGTHS, SCANNED, Memory, Suffix, SuffixSettings, odds
 from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
@@ -217,7 +217,7 @@ def test_the_memory_is_bounded_and_what_it_forgets_leaves_nothing_behind() -> No
             assert index.tokens == fresh.tokens
             assert {n: set(index._newest[n]) for n in LENGTHS} == {n: set(fresh._newest[n]) for n in LENGTHS}
             context = [rng.randrange(3) for _ in range(6)]
-            assert matches(index, context) == matches(fresh, context)
+            assert index.matches(context, SCANNED) == fresh.matches(context, SCANNED)
     memory.add("a", [1] * 61)
     assert memory.n_tokens <= 60, "an answer longer than the memory is not taken in"
 
@@ -225,8 +225,8 @@ def test_the_memory_is_bounded_and_what_it_forgets_leaves_nothing_behind() -> No
 def test_of_a_very_common_token_only_some_places_are_looked_at() -> None:
     index = TextIndex(LENGTHS)
     index.extend([1] * (3 * SCANNED))
-    assert len(matches(index, [1] * 24)) == SCANNED
-    assert len(matches(index, [1] * 24, LEFT)) == LEFT
+    assert len(index.matches([1] * 24, SCANNED)) == SCANNED
+    assert len(index.matches([1] * 24, LEFT)) == LEFT
 
 
 def test_an_index_that_grows_equals_a_fresh_one_and_is_forgotten_when_released() -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import itemgetter
 
 from outrider.core.draft import Draft
 from outrider.core.settings import check_settings, setting
@@ -22,7 +23,7 @@ from outrider.spec.text_index import BETWEEN, TextIndex
 
 LENGTHS = (8, 4, 2, 1)
 """The n-grams that are kept; a match is then followed backwards to its full length."""
-SCANNED = 16
+SCANNED = 12
 """Occurrences that are looked at, those of the longest n-grams first and of these the newest: bounds the cost."""
 LEFT = 4
 """Occurrences in the memory that are looked at even where the text itself has had all of these."""
@@ -127,8 +128,8 @@ class Suffix(Proposer):
         own.follow(tokens, len(tokens))
         remembered = self.memory.of(span.seq.spec.tenant)
         context = (tokens[-depth:] + ahead)[-depth:]
-        found = matches(own, context)
-        earlier = [] if remembered is None else matches(remembered, context, max(LEFT, SCANNED - len(found)))
+        found = own.matches(context, SCANNED)
+        earlier = [] if remembered is None else remembered.matches(context, max(LEFT, SCANNED - len(found)))
         if not found and not earlier:
             return Draft.nothing("no end of the text was seen before")
         longest = max([agreeing for _, agreeing in (*found, *earlier)])
@@ -140,7 +141,7 @@ class Suffix(Proposer):
             going += [
                 (_continuation(remembered.tokens, at, [], nodes), _remembered(agreeing)) for at, agreeing in earlier
             ]
-        going.sort(key=_agreeing, reverse=True)
+        going.sort(key=itemgetter(1), reverse=True)
         return self._grow(going, nodes)
 
     def _grow(self, group: list[_Continuation], nodes: int) -> Draft:
@@ -199,10 +200,6 @@ def _remembered(agreeing: int) -> float:
     return REMEMBERED * agreeing * agreeing
 
 
-def _agreeing(going: _Continuation) -> float:
-    return going[1]
-
-
 def _united(group: list[_Continuation]) -> float:
     """The chance of the token with which all of these go on."""
     fair = odds(group[0][1], len(group), 0, 0)
@@ -227,27 +224,8 @@ def _split(column: list[int], group: list[_Continuation]) -> list[tuple[float, i
             fair = odds(alike[0][1], len(alike), rival, len(group) - len(alike))
             likely.append((fair / (1 + fair), token, alike))
         rival = best
-    likely.sort(key=_chance, reverse=True)
+    likely.sort(key=itemgetter(0), reverse=True)
     return likely
-
-
-def _chance(weighed: tuple[float, int, list[_Continuation]]) -> float:
-    return weighed[0]
-
-
-def matches(index: TextIndex, context: list[int], most: int = SCANNED) -> list[tuple[int, int]]:
-    """Places in the index before which the end of ``context`` stands, each with how many tokens agree."""
-    found: dict[int, int] = {}
-    for n in LENGTHS:
-        if n > len(context):
-            continue
-        for at in index.places(context[-n:], most):
-            if at not in found:
-                found[at] = index.agreeing(at, context, n)
-                if len(found) == most:
-                    return list(found.items())
-        context = context[1 - n :]  # the places that are still to be found agree in less than n tokens
-    return list(found.items())
 
 
 def _continuation(text: list[int], at: int, ahead: list[int], n: int) -> list[int]:
