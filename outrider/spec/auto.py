@@ -37,8 +37,10 @@ DOUBT = 0.5
 """So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
 GRANT = 0.5
 """What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
-NEWS = 6
-"""Drafts of a request after which its wish is made anew: deciding takes time too."""
+EARLY, NEWS = (1, 2, 4, 8), 16
+"""After so many drafts of a request, and then every so many, its wish is made anew: deciding takes time too."""
+WELL_KNOWN = 64
+"""Steps, with drafts or without, after which only every fourth tells of costs: learning takes time too."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
 ON, OFF = 0.2, 0.1
@@ -246,8 +248,8 @@ class AutoLength(DraftController):
         begin = self._clock()
         drafted = bool(record.draft_seconds)
         self._steps[drafted] += 1
-        told = self._steps[drafted] < 64 or not self._steps[drafted] % 5  # then it is known well: it takes time too
-        drafts = self._learn_draft_costs(record) if told else 0
+        told = self._steps[drafted] < WELL_KNOWN or not self._steps[drafted] % 4
+        drafts = self._learn_costs(record) if told else 0
         self._learn_step(record)
         if told:
             self._own.add(drafts, self._took + self._clock() - begin)
@@ -255,11 +257,6 @@ class AutoLength(DraftController):
 
     def _learn_step(self, record: StepRecord) -> None:
         self._planned = False
-        rows = record.prompt_rows + record.decode_rows + record.draft_rows
-        if not record.prompt_rows and rows:
-            times = record.times
-            other = times.schedule + times.verify + times.commit
-            self.costs.observe(rows, self._read, self._seen, times.forward, other)
         per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
         drafting = False
         if record.draft_rows:
@@ -343,8 +340,13 @@ class AutoLength(DraftController):
         request.wish = wish
         return wish
 
-    def _learn_draft_costs(self, record: StepRecord) -> int:
-        """Learns from the seconds of each drafter; returns how many drafts were asked for."""
+    def _learn_costs(self, record: StepRecord) -> int:
+        """Learns from the seconds of pass and drafters; returns how many drafts were asked for."""
+        rows = record.prompt_rows + record.decode_rows + record.draft_rows
+        if not record.prompt_rows and rows:
+            times = record.times
+            other = times.schedule + times.verify + times.commit
+            self.costs.observe(rows, self._read, self._seen, times.forward, other)
         total = 0
         for name, seconds in record.draft_seconds.items():
             drafts = rows = 0
@@ -367,7 +369,7 @@ class AutoLength(DraftController):
         request.survival.add(request.asked, trusted, [row for row in span.path if row < trusted])
         request.drafts += 1
         news = bool(span.path) if request.probing else request.drafts % NEWS == 0
-        if news or request.drafts <= 4:  # a probe in vain is none, as nothing is drafted anyway
+        if news or request.drafts in EARLY:  # a probe in vain is none, as nothing is drafted anyway
             request.wish = None
             self._news += 1
         if request.confidence:

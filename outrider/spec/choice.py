@@ -20,7 +20,7 @@ BETTER = 1.03
 """A drafter replaces the one in use when it is so many times as fast."""
 
 
-@dataclass
+@dataclass(slots=True)
 class Speed:
     """Plain decoding's seconds for the tokens that came out, over the seconds that were spent; both fade."""
 

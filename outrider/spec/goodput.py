@@ -84,7 +84,9 @@ def worthwhile(
     thing, and worse: a good step would refuse rows that a poor one takes. (Dinkelbach, 1967: the ratio of two sums is
     greatest where their difference, at that ratio, is.)
     """
-    order = sorted((-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own))
+    order = [(-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own)]
+    if len(chances) > 1:
+        order.sort()
     gain = best = 0.0
     taken = 0
     for n, (minus_chance, r, _) in enumerate(order, 1):

@@ -20,7 +20,7 @@ PULL = 3
 UNDECIDED = Draft.nothing("whether drafting pays is not decided yet")
 
 
-@dataclass
+@dataclass(slots=True)
 class Drafter:
     """What is known of a drafter over all requests."""
 
@@ -32,7 +32,7 @@ class Drafter:
     luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
 
 
-@dataclass
+@dataclass(slots=True)
 class Request:
     """What is known of one sequence, and what it is doing in this step."""
 
