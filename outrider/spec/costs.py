@@ -14,8 +14,8 @@ LITTLE = 0.004
 """A mean square of the share of context that tells little."""
 FORGOTTEN = 0.001
 """Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
-REDRAWN = 32
-"""Steps after which the curve of costs is drawn anew."""
+REDRAWN = 8
+"""Steps that were told of after which the curve of costs is drawn anew."""
 AT_ONCE = 8
 """Steps that wait at most to be learnt from, until a cost is asked for: several take little more time than one."""
 
