@@ -328,8 +328,8 @@ class AutoLength(DraftController):
             wish = Wish((each,) * depth, (1.0,) * depth, first, drafter.cost.slope, row)
         else:
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
-            if request.on:
-                doubt = DOUBT / math.sqrt(PULL + request.survival.known)
+            if request.on:  # where ``trim`` refuses what is unlikely there is little more at risk than the asking
+                doubt = (2 if drafter.sure else 1) * DOUBT / math.sqrt(PULL + request.survival.known)
             chances, least = [], 1.0
             for s in survival[:depth]:
                 if not s:

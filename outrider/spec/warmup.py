@@ -34,10 +34,12 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16, 17, 20, 24, 32, 48, 64)
 CONTEXTS = (64, 1024)
 LONG = ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1), (8, 2))
 """Sequences, and rows of each, that are measured at a long context too: for what it costs by sequence and by row."""
-FORMAT = 3
+FORMAT = 4
 """Of the kept tables; others are measured anew."""
-NARROW = 16
+NARROW = 8
 """Rows that most steps have at most."""
+BETWEEN = 2
+"""Passes of one row before each of these: most steps have one."""
 ROUNDS = 8
 """Of these; half as many of wider passes, and three of those with a long context."""
 FEWEST = 4
@@ -84,18 +86,22 @@ def measure(
 
     A pass's figure is the median of its times, in rounds of different order: its neighbours' work disturbs a shared
     machine for some passes in a row, and wide passes, which compute more, more than narrow ones. So it is what such a
-    pass takes mostly; and no more than a pass of more rows.
+    pass takes mostly; and no more than a pass of more rows. Passes follow each other as steps do: after one of 16 rows
+    the next, whatever its rows, takes up to a fifth longer, because processors that have computed much turn their clock
+    down for a while.
     """
     most = min(runner.decoder.config.max_position, slots) - ROWS[-1]
     short, long = (max(1, min(context, most)) for context in CONTEXTS)
-    # Kind by kind: what wide passes and long texts read takes the weights' place in the cache.
+    # Kind by kind: what wide passes and long texts read also takes the weights' place in the cache.
     each = [(1, rows, short) for rows in ROWS if short + rows <= slots]
     narrow, wide = [p for p in each if p[1] <= NARROW], [p for p in each if p[1] > NARROW]
     texts = [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
     passes, source = narrow + wide + texts, random.Random(0)
     for kind, rounds in ((narrow, ROUNDS), (wide, ROUNDS // 2), (texts, 3)):
         for _ in range(rounds - 1):
-            passes += source.sample(kind, len(kind))
+            for which in source.sample(kind, len(kind)):
+                passes += [each[0]] * (BETWEEN if kind is narrow else 0)
+                passes.append(which)
     times: dict[tuple[int, int, int], list[float]] = {}
     begin = clock()
     runner.forward(_spans(runner, *passes[0]))  # the first pass of all is slow
