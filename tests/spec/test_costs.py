@@ -154,6 +154,24 @@ def test_measuring_takes_every_number_of_rows_and_stops_in_time(toy: tuple[objec
     assert slow.rows == warmup.ROWS[: warmup.FEWEST], "a slow model is measured at few numbers of rows"
 
 
+def test_narrow_passes_are_timed_among_those_of_one_row_as_steps_come(toy: tuple[object, Runner]) -> None:
+    """On a processor whose clock goes down with the rows of the passes before."""
+    _, runner = toy
+    now, heat = [0.0], [0.0]
+
+    def forward(spans: list[Span], layers: tuple[int, ...] = ()) -> None:
+        rows = sum(span.n_rows for span in spans)
+        now[0] += 1e-4 * (8 + rows) * (1 + 0.02 * heat[0])
+        heat[0] = 0.7 * heat[0] + 0.3 * rows
+
+    runner.forward = forward  # type: ignore[method-assign, assignment]
+    table, _ = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    costs, context = Costs(table), warmup.CONTEXTS[0]
+    for rows in (1, 4, 8):
+        told = costs.forward(rows, context, rows * context)
+        assert told == pytest.approx(1e-4 * (8 + rows) * (1 + 0.02 * 2), rel=0.03)
+
+
 @pytest.mark.parametrize(("by_sequence", "by_row"), [(3.0, 1.0), (0.0, 2.0), (2.0, 0.0)])
 def test_context_costs_are_told_apart_and_never_negative(by_sequence: float, by_row: float) -> None:
     added = {(n, rows): by_sequence * n + by_row * n * rows for n, rows in warmup.LONG}
