@@ -31,16 +31,19 @@ SHARE = 0.006
 """Share of the time of steps that may be lost to probes."""
 PROBE = 2
 """Draft rows of a probe."""
+TRIAL = 6
+"""Every so many drafts a probe may carry a row that does not pay."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
 DOUBT = 0.5
-"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
+"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind. Twice as many
+where a drafter says how sure it is: ``trim`` refuses what is unlikely."""
 GRANT = 0.5
 """What the account of a new request holds, in plain steps: to find out soon whether it is like the others."""
 EARLY, NEWS = (1, 2, 4, 8), 16
 """After so many drafts of a request, and then every so many, its wish is made anew: deciding takes time too."""
 WELL_KNOWN = 64
-"""Steps, with drafts or without, after which only every fourth tells of costs: learning takes time too."""
+"""Steps with drafts, or without, after which only every fifth short one tells of costs: learning takes time too."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
 ON, OFF = 0.2, 0.1
@@ -236,7 +239,7 @@ class AutoLength(DraftController):
         for n, (i, request) in enumerate(weighed):
             kept = request.trusted = budgets[n]
             price = more + row[n]
-            dropped = kept < lengths[i] and (not request.probing or request.drafts % NEWS == 0)
+            dropped = kept < lengths[i] and (not request.probing or request.drafts % TRIAL == 0)
             if dropped and request.account >= price:
                 # A row more now and then, so that what is never kept is not forgotten.
                 request.account -= price
@@ -245,11 +248,11 @@ class AutoLength(DraftController):
             request.confidence = (spans[i].draft.confidence or ())[:kept]
 
     def observe(self, record: StepRecord) -> None:
-        begin = self._clock()
         drafted = bool(record.draft_seconds)
         self._steps[drafted] += 1
-        told = self._steps[drafted] < WELL_KNOWN or not self._steps[drafted] % 4
+        told = len(record.spans) > 1 or self._steps[drafted] < WELL_KNOWN or not self._steps[drafted] % 5
         drafts = self._learn_costs(record) if told else 0
+        begin = self._clock()  # only now: other steps go without the above
         self._learn_step(record)
         if told:
             self._own.add(drafts, self._took + self._clock() - begin)
@@ -328,8 +331,8 @@ class AutoLength(DraftController):
             wish = Wish((each,) * depth, (1.0,) * depth, first, drafter.cost.slope, row)
         else:
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
-            if request.on:  # where ``trim`` refuses what is unlikely there is little more at risk than the asking
-                doubt = (2 if drafter.sure else 1) * DOUBT / math.sqrt(PULL + request.survival.known)
+            if request.on:
+                doubt = DOUBT * (1 + drafter.sure) / math.sqrt(PULL + request.survival.known)
             chances, least = [], 1.0
             for s in survival[:depth]:
                 if not s:

@@ -13,7 +13,8 @@ NEAR = 0.15
 LITTLE = 0.004
 """A mean square of the share of context that tells little."""
 FORGOTTEN = 0.001
-"""Share of a correction that a step forgets: else those of rows that alone are seen would drift."""
+"""Share of a correction that is forgotten with each step that is told of: else those of rows that alone are seen would
+drift."""
 REDRAWN = 8
 """Steps that were told of after which the curve of costs is drawn anew."""
 AT_ONCE = 8
@@ -86,7 +87,7 @@ class Line:
 
 
 class Costs:
-    """Predicts the seconds of a step from its rows and context, and learns from every step without prompt rows.
+    """Predicts the seconds of a step from its rows and context, and learns from the steps that it is told of.
 
     A forward pass takes what the table says, times how fast the machine is now, which moves quickly. Slowly move a
     correction of the part without context by its number of rows, and one of the part of context: a slower hour makes no

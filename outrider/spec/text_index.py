@@ -25,7 +25,7 @@ class TextIndex:
     """Where the n-grams of one or several texts end. A token more or less costs nearly the same at any size."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
-        """``lengths`` are those of the n-grams that are kept."""
+        """``lengths`` are those of the n-grams that are kept, the longest first."""
         self.lengths = tuple(lengths)
         self._power = {n: pow(_BASE, n, 1 << 64) for n in self.lengths}
         self._clear()

@@ -38,10 +38,10 @@ FORMAT = 4
 """Of the kept tables; others are measured anew."""
 NARROW = 8
 """Rows that most steps have at most."""
-BETWEEN = 2
-"""Passes of one row before each of these: most steps have one."""
+SINGLES = 2
+"""Passes of one row before each narrow one, from the second round on: most steps have one."""
 ROUNDS = 8
-"""Of these; half as many of wider passes, and three of those with a long context."""
+"""Rounds of narrow passes; half as many of wider ones, and three of those with a long context."""
 FEWEST = 4
 """Passes that are timed at least, however slow."""
 PATIENCE = 1.8
@@ -97,11 +97,12 @@ def measure(
     narrow, wide = [p for p in each if p[1] <= NARROW], [p for p in each if p[1] > NARROW]
     texts = [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
     passes, source = narrow + wide + texts, random.Random(0)
-    for kind, rounds in ((narrow, ROUNDS), (wide, ROUNDS // 2), (texts, 3)):
-        for _ in range(rounds - 1):
-            for which in source.sample(kind, len(kind)):
-                passes += [each[0]] * (BETWEEN if kind is narrow else 0)
-                passes.append(which)
+    # At first two rounds of each: where time runs out, all were timed twice.
+    kinds = [narrow, wide, texts]
+    for kind in [*kinds, *[narrow] * (ROUNDS - 2), *[wide] * (ROUNDS // 2 - 2), texts]:
+        for which in source.sample(kind, len(kind)):
+            passes += [each[0]] * (SINGLES if kind is narrow else 0)
+            passes.append(which)
     times: dict[tuple[int, int, int], list[float]] = {}
     begin = clock()
     runner.forward(_spans(runner, *passes[0]))  # the first pass of all is slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +171,25 @@ def test_narrow_passes_are_timed_among_those_of_one_row_as_steps_come(toy: tuple
     for rows in (1, 4, 8):
         told = costs.forward(rows, context, rows * context)
         assert told == pytest.approx(1e-4 * (8 + rows) * (1 + 0.02 * 2), rel=0.03)
+
+
+@pytest.mark.parametrize("seconds", [1e-3, 4e-3, 1e-2])
+def test_a_model_of_ten_milliseconds_a_pass_is_timed_twice_at_every_number_of_rows(
+    toy: tuple[object, Runner], seconds: float
+) -> None:
+    _, runner = toy
+    now, times = [0.0], Counter[tuple[int, int, int]]()
+
+    def forward(spans: list[Span], layers: tuple[int, ...] = ()) -> None:
+        rows = sum(span.n_rows for span in spans)
+        now[0] += seconds * (1 + 0.06 * rows)
+        times[len(spans), rows, len(spans[0].seq)] += 1
+
+    runner.forward = forward  # type: ignore[method-assign, assignment]
+    table, steady = warmup.measure(runner, 256, lambda done, of: None, lambda: now[0])
+    assert steady, "then it is kept"
+    assert table.rows == warmup.ROWS
+    assert min(times.values()) >= 2
 
 
 @pytest.mark.parametrize(("by_sequence", "by_row"), [(3.0, 1.0), (0.0, 2.0), (2.0, 0.0)])

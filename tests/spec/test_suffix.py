@@ -16,7 +16,7 @@ from outrider.spec.drafts.suffix import LEFT, LENGTHS, SCANNED, Memory, Suffix, 
 from outrider.spec.text_index import TextIndex
 
 FAST = settings(max_examples=100, deadline=None, derandomize=True, database=None)
-texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=SCANNED))
+texts = st.integers(1, 4).flatmap(lambda top: st.lists(st.integers(0, top), min_size=1, max_size=3 * SCANNED))
 
 
 def suffix(branches: int = 3, **options: float) -> Suffix:

@@ -12,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 from operator import itemgetter
 
 from outrider.core.draft import Draft
@@ -210,14 +209,14 @@ def _split(column: list[int], group: list[_Continuation]) -> list[tuple[float, i
     """The chance of each token of ``column``, which are the next ones in the group, and who goes on with it; the
     likeliest first. No token ends a text."""
     following: dict[int, list[_Continuation]] = {}
-    for token, going in zip(column, group, strict=True):
+    for token, continuation in zip(column, group, strict=True):
         alike = following.get(token)
         if alike is None:
-            following[token] = [going]
+            following[token] = [continuation]
         else:
-            alike.append(going)
-    best = group[0][1]
-    rival = next(islice(following.values(), 1, None))[0][1]  # of the first token; the first is that of the others
+            alike.append(continuation)
+    # The best place of the second token speaks against the first one, that of the first one against all others.
+    best, rival = (alike[0][1] for alike in list(following.values())[:2])
     likely = []
     for token, alike in following.items():
         if token != BETWEEN:
