@@ -29,7 +29,8 @@ PARTS = ("**Idea.**", "**Source.**", "**Settings.**", "**When it pays.**", "**Co
 SETTINGS = [SpecConfig, EngineConfig, SamplingParams, SpecParams, *(kind.settings for kind in DRAFTERS.values())]
 # Names with an underscore that are no settings: calls, files, and what checkpoints' configs hold.
 OTHER = {name for name in dir(Proposer) if "_" in name} | {draft_pick_for.__name__}
-OTHER |= {"self_", "host_cost", "modeling_llama_kv", "eagle_aux_hidden_state_layer_ids"}
+OTHER |= {file.stem for file in (DOCS.parent / "benchmarks").glob("*.py")}
+OTHER |= {"self_", "modeling_llama_kv", "eagle_aux_hidden_state_layer_ids"}
 OTHER |= {"input_layernorm", "self_attn"}
 ALIASES = {alias for kind in DRAFTERS.values() for alias in kind.aliases}
 
