@@ -45,8 +45,9 @@ def answer(drafter: Suffix, output: list[int], tenant: str = "", finish: FinishR
 
 def plain_loop(
     tokens: list[int], ahead: list[int], answers: list[int], depth: int, factor: float, least: float, branches: int
-) -> tuple[list[tuple[int, ...]], float]:
-    """The paths to draft, best first, and how many at most: every place of both texts is compared token by token.
+) -> tuple[list[tuple[int, ...]], list[float], float]:
+    """The paths to draft, best first, their chances, and how many at most: every place of both texts is compared token
+    by token.
 
     ``answers`` are the remembered ones, each with a -1 behind it.
     """
@@ -66,6 +67,7 @@ def plain_loop(
         longest = max([longest, *(agree for _, _, agree in found)])
     places.sort(key=lambda place: -place[2])
     paths: list[tuple[int, ...]] = []
+    sure: list[float] = []
     path: tuple[int, ...] = ()
     chance, group = 1.0, places
     offers: list[tuple[float, tuple[int, ...], list[tuple[list[int], int, float]]]] = []
@@ -87,7 +89,8 @@ def plain_loop(
         offers.sort(key=_chance)
         chance, path, group = offers.pop(0)
         paths.append(path)
-    return paths, factor * longest
+        sure.append(chance)
+    return paths, sure, factor * longest
 
 
 def _chance(offer: tuple[float, object, object]) -> float:
@@ -113,8 +116,9 @@ def test_the_tree_is_what_a_plain_loop_finds(
 ) -> None:
     drafter = suffix(branches, max_tree_depth=depth, max_spec_factor=factor, min_token_prob=least)
     draft = drafter.continue_from(span_of(tokens), ahead, budget) if ahead else propose(drafter, tokens, budget)
-    paths, most = plain_loop(tokens, ahead, [], depth, factor, least, branches)
+    paths, sure, most = plain_loop(tokens, ahead, [], depth, factor, least, branches)
     assert paths_of(draft) == paths[: min(budget, int(most))]
+    assert list(draft.confidence or ()) == pytest.approx(sure[: len(draft)])
     assert bool(draft.reason) == (len(draft) == 0)
 
 
@@ -127,8 +131,10 @@ def test_remembered_answers_count_by_the_square_of_what_agrees(
     for output in answers:
         answer(drafter, output)
     joined = [token for output in answers for token in (*output, -1)]
-    paths, most = plain_loop(tokens, [], joined, 24, 8.0, 0.02, 3)
-    assert paths_of(propose(drafter, tokens, budget)) == paths[: min(budget, int(most))]
+    paths, sure, most = plain_loop(tokens, [], joined, 24, 8.0, 0.02, 3)
+    draft = propose(drafter, tokens, budget)
+    assert paths_of(draft) == paths[: min(budget, int(most))]
+    assert list(draft.confidence or ()) == pytest.approx(sure[: len(draft)])
 
 
 def test_what_speaks_for_a_token_and_what_against_it() -> None:
