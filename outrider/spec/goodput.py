@@ -8,6 +8,7 @@ a measured curve with steps, so that goodput may fall and rise again on the way.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 
@@ -73,26 +74,37 @@ def best_budgets(
     return Decision(tuple(budgets), best, plain)
 
 
-def worthwhile(
-    chances: Sequence[Sequence[float]], row: Sequence[float], rows: int, seconds: Sequence[float], rate: float
-) -> list[int]:
-    """How many rows of each of some drafts to submit, the first ones: those that bring more than their time would.
+def prices(rows: int, seconds: Sequence[float], rate: float) -> list[float]:
+    """The tokens that each further row of a pass must bring, ``rows`` being there: what its time is worth at ``rate``.
 
-    ``chances[r]`` are those of draft r's rows to be accepted, never rising, and each costs ``row[r]`` seconds beyond
-    ``seconds``, those of a pass by its rows, of which ``rows`` are there without drafts. ``rate`` is the tokens a
-    second that time is worth: what all steps come to, drafts included. The most of this step alone would be another
+    ``rate`` is the tokens a second that all steps come to, drafts included. The most of one step alone would be another
     thing, and worse: a good step would refuse rows that a poor one takes. (Dinkelbach, 1967: the ratio of two sums is
     greatest where their difference, at that ratio, is.)
     """
-    order = [(-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own)]
-    if len(chances) > 1:
-        order.sort()
+    return [rate * (after - before) for before, after in pairwise(seconds[rows:])]
+
+
+def worthwhile(chances: Sequence[Sequence[float]], row: Sequence[float], prices: Sequence[float]) -> list[int]:
+    """How many rows of each of some drafts to submit, the first ones: those that bring more than they cost.
+
+    ``chances[r]`` are those of draft r's rows to be accepted, never rising, and each costs ``row[r]`` tokens beyond the
+    ``prices`` of the rows that all drafts add to the pass.
+    """
     gain = best = 0.0
+    if len(chances) == 1:  # most often
+        own, length = row[0], 0
+        for n, (chance, price) in enumerate(zip(chances[0], prices, strict=False), 1):
+            gain += chance - price - own
+            if gain > best:
+                best, length = gain, n
+        return [length]
+    order = [(-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own)]
+    order.sort()
     taken = 0
-    for n, (minus_chance, r, _) in enumerate(order, 1):
-        gain -= minus_chance + rate * (seconds[rows + n] - seconds[rows + n - 1] + row[r])
+    for n, (minus_chance, r, _) in enumerate(order):
+        gain -= minus_chance + prices[n] + row[r]
         if gain > best:
-            best, taken = gain, n
+            best, taken = gain, n + 1
     budgets = [0] * len(chances)
     for _, r, _ in order[:taken]:
         budgets[r] += 1

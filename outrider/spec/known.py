@@ -1,4 +1,4 @@
-"""What the controller knows of drafters and of requests."""
+"""What the controller knows of drafters, of requests, and of one draft."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Drafter:
 
 @dataclass(slots=True)
 class Request:
-    """What is known of one sequence, and what it is doing in this step."""
+    """What is known of one sequence, and what was decided for it."""
 
     drafter: str
     known: Drafter
@@ -48,18 +48,27 @@ class Request:
     planned: int = 0  # rows, by the decision in force
     price: float = math.inf  # seconds that a probe costs, or a row more
     account: float = 0.0  # seconds that may be lost to trying
-    asked: int = 0  # rows, in this step
-    trusted: int = 0  # of the draft's rows, those that were submitted because they should pay
-    sent: int = 0  # rows that were submitted
-    context: int = 0  # tokens that each of them sees
-    probing: bool = False
+    probing: bool = False  # in this step
     drafts: int = 0
     weighed: int = 0  # of these, by their drafter's confidence
-    confidence: Sequence[float] = ()  # of the rows that were submitted
-    expected: float = 0.0  # the chance of the first of these, by the calibration
 
     @staticmethod
     def new(name: str, drafter: Drafter, kind: str) -> Request:
         """A request of which nothing is known but who drafts for it."""
         survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
         return Request(name, drafter, survival, Luck(LUCK_MEMORY, drafter.luck.ratio), kind)
+
+
+@dataclass(slots=True)
+class Try:
+    """One sequence in one step: what was asked of its drafter, and what became of it before the pass."""
+
+    request: Request
+    number: int  # of the request's drafts
+    asked: int  # rows; 0: no draft was asked for
+    context: int  # tokens that each row sees
+    trusted: int  # of the draft's rows, those that are submitted because they should pay
+    sent: int  # rows that are submitted
+    probing: bool
+    classes: Sequence[int] = ()  # of its drafter's confidence in the rows that are submitted
+    expected: float = 0.0  # the chance of the first of these, by the calibration

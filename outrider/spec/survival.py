@@ -7,6 +7,7 @@ they have seen. Rows are counted by their place in the draft: in a chain that is
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from itertools import accumulate
 
 FIRST_GUESS = 0.6
 """Acceptance of a row, given the one before it, that a drafter is trusted with until it was tried."""
@@ -20,8 +21,8 @@ TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
 LUCK = 2.0
 """First rows that should be accepted before half is believed of what a request says about the calibration."""
-MANY = 64
-"""Drafts that wait at most to be counted."""
+HEAVY = 1e9
+"""The weight of a draft at which all weights are made lighter: they grow with each draft."""
 CONFIDENCE_STEPS = 12
 """Classes of a drafter's confidence that are counted apart."""
 
@@ -29,38 +30,60 @@ CONFIDENCE_STEPS = 12
 class Counts:
     """Fading counts by place in the draft: acceptance by rows that were there, presence by rows that were asked for.
 
-    Drafts are counted by ``catch_up``: several at once take little more time than one.
+    Drafts are counted by their number of rows, the newest with the greatest weight, so that a draft costs a few
+    operations however long it is; what was counted of each place is added up when it is looked at.
     """
 
     def __init__(self, memory: float) -> None:
-        """``memory``: drafts after which a count has faded to 1/e."""
-        self._keep = 1 - 1 / memory
-        self._new: list[tuple[int, int, Collection[int]]] = []  # drafts that are not counted yet
-        self.asked: list[float] = []
-        self.filled: list[float] = []  # of these
-        self.there: list[float] = []
-        self.accepted: list[float] = []  # of these
+        """``memory``: drafts after which a count has faded to 1/e. One without rows lets no acceptance fade."""
+        self._growth = 1 / (1 - 1 / memory)
+        self._asking = self._finding = 1.0  # the weight of the newest draft, and of the newest one with rows
+        self._asked = [0.0] * (SEEKING + 1)  # [n]: drafts with n rows asked for
+        self._filled = [0.0] * (SEEKING + 1)  # [n]: of these, those with n rows there
+        self._there: list[float] = []  # [n - 1]: drafts with n rows
+        self._accepted: list[float] = []  # [i]: those whose row i was right
 
     def add(self, asked: int, there: int, accepted: Collection[int]) -> None:
         """One draft: ``asked`` rows were allowed, ``there`` were verified, the rows ``accepted`` were right."""
-        self._new.append((asked, there, accepted))
-        if len(self._new) == MANY:
-            self.catch_up()
+        there, sought = min(there, asked), min(asked, SEEKING)
+        self._asking = weight = self._asking * self._growth
+        self._asked[sought] += weight
+        self._filled[min(there, sought)] += weight
+        if weight > HEAVY:
+            self._asked, self._filled = _lighter(self._asked, weight), _lighter(self._filled, weight)
+            self._asking = 1.0
+        if not there:
+            return
+        if there > len(self._there):
+            missing = [0.0] * (there - len(self._there))
+            self._there += missing
+            self._accepted += missing
+        self._finding = weight = self._finding * self._growth
+        self._there[there - 1] += weight
+        for row in accepted:
+            self._accepted[row] += weight
+        if weight > HEAVY:
+            self._there, self._accepted = _lighter(self._there, weight), _lighter(self._accepted, weight)
+            self._finding = 1.0
 
-    def catch_up(self) -> None:
-        """Counts the drafts that were added since."""
-        keep = self._keep
-        for rows, there, right in self._new:
-            there, sought = min(there, rows), min(rows, SEEKING)
-            if sought > len(self.asked):
-                _reach(sought, self.asked, self.filled)
-            if there > len(self.there):
-                _reach(there, self.there, self.accepted)
-            self.asked[:sought] = [count * keep + 1 for count in self.asked[:sought]]
-            self.filled[:sought] = [count * keep + (i < there) for i, count in enumerate(self.filled[:sought])]
-            self.there[:there] = [count * keep + 1 for count in self.there[:there]]
-            self.accepted[:there] = [count * keep + (i in right) for i, count in enumerate(self.accepted[:there])]
-        self._new.clear()
+    @property
+    def found(self) -> float:
+        """Drafts with rows."""
+        return sum(self._there) / self._finding
+
+    @property
+    def longest(self) -> int:
+        """Rows of the longest draft there was."""
+        return len(self._there)
+
+    def presence(self) -> tuple[list[float], list[float]]:
+        """By place: drafts in which it was asked for, and of these those in which it was there."""
+        asked, filled = _at_least(self._asked, self._asking), _at_least(self._filled, self._asking)
+        return asked[1:], filled[1:]
+
+    def acceptance(self) -> tuple[list[float], list[float]]:
+        """By place: drafts in which it was there, and of these those in which it was right."""
+        return _at_least(self._there, self._finding), _lighter(self._accepted, self._finding)
 
 
 class Survival:
@@ -87,14 +110,12 @@ class Survival:
     @property
     def known(self) -> float:
         """Drafts that are looked back on."""
-        self.counts.catch_up()
-        return self.counts.there[0] if self.counts.there else 0.0
+        return self.counts.found
 
     @property
     def tried(self) -> int:
         """Rows of the longest draft there was."""
-        self.counts.catch_up()
-        return len(self.counts.there)
+        return self.counts.longest
 
     def estimate(self, depth: int) -> tuple[Sequence[float], Sequence[float]]:
         """For ``depth`` rows, or more, the chance of each to be accepted if it is there, and to be there if asked for.
@@ -106,9 +127,9 @@ class Survival:
         if len(survival) >= depth:
             return survival, presence
         survival, presence = self._known = [], []
-        counts, pull = self.counts, self._pull
-        counts.catch_up()
-        accepted, tried, filled, asked = counts.accepted, counts.there, counts.filled, counts.asked
+        pull = self._pull
+        tried, accepted = self.counts.acceptance()
+        asked, filled = self.counts.presence()
         usual, usually = ([], []) if self._prior is None else self._prior.estimate(depth)
         chance = there = before = 1.0
         step = FIRST_GUESS
@@ -145,17 +166,17 @@ class Calibration:
         self._accepted = [4.0 * i / CONFIDENCE_STEPS for i in range(CONFIDENCE_STEPS + 1)]
         self._worth = [accepted / 4.0 for accepted in self._accepted]
 
-    def chances(self, confidence: Sequence[float]) -> list[float]:
-        """The chance of each row to be accepted."""
-        return [self._worth[_class(value)] for value in confidence]
+    def chances(self, classes: Sequence[int]) -> list[float]:
+        """The chance of each row to be accepted, by the ``classes_of`` confidence."""
+        worth = self._worth
+        return [worth[k] for k in classes]
 
-    def add(self, confidence: Sequence[float], accepted: Collection[int]) -> None:
-        """Rows of this confidence were verified, and those ``accepted`` were right."""
-        for i, value in enumerate(confidence):
-            k = _class(value)
-            self._there[k] = self._there[k] * self._keep + 1
-            self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
-            self._worth[k] = self._accepted[k] / self._there[k]
+    def add(self, classes: Sequence[int], accepted: Collection[int]) -> None:
+        """Rows of these classes were verified, and those ``accepted`` were right."""
+        for i, k in enumerate(classes):
+            there = self._there[k] = self._there[k] * self._keep + 1
+            right = self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
+            self._worth[k] = right / there
 
 
 class Luck:
@@ -177,11 +198,18 @@ class Luck:
         self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
 
 
-def _reach(rows: int, *counts: list[float]) -> None:
-    """Each of these is for so many rows at least."""
-    for each in counts:
-        each.extend([0.0] * (rows - len(each)))
+def _lighter(counts: list[float], weight: float) -> list[float]:
+    return [count / weight for count in counts]
 
 
-def _class(confidence: float) -> int:
-    return max(0, min(CONFIDENCE_STEPS, int(CONFIDENCE_STEPS * confidence + 0.5)))
+def _at_least(counts: list[float], weight: float) -> list[float]:
+    """[n]: of drafts that are counted by their number, those with this number or a greater one."""
+    return [count / weight for count in accumulate(reversed(counts))][::-1]
+
+
+def classes_of(confidence: Sequence[float]) -> list[int]:
+    """The class of each row's confidence, 0 to ``CONFIDENCE_STEPS``."""
+    classes = [int(CONFIDENCE_STEPS * value + 0.5) for value in confidence]
+    if min(classes) < 0 or max(classes) > CONFIDENCE_STEPS:
+        return [max(0, min(CONFIDENCE_STEPS, k)) for k in classes]
+    return classes

@@ -43,12 +43,12 @@ class Restless(AutoLength):
         self.costs.forward(1, 64, 64)  # nothing is left to be learnt over what is set here
         self.costs.corrections[1:] = [next(self._turn)] * (len(self.costs.corrections) - 1)
         self.costs._age, self.costs.speed = REDRAWN, 1.0
-        for drafter in self._drafters.values():
+        for drafter in self._learner.drafters.values():
             drafter.cost = Line(100)  # it costs nothing: a busy machine must not stop it
-        for request in self._requests.values():
+        for request in self._learner.requests.values():
             request.survival = Survival(memory=100, pull=4)  # nor what came of its drafts
         self._age = AGED
-        self._token_seconds = 1.0
+        self._learner.token_seconds = 1.0
         lengths = super().budgets(spans, rows)
         self.lengths |= set(lengths)
         return lengths

@@ -11,10 +11,12 @@ from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span, SpanRecord, StepRecord, StepTimes
-from outrider.spec.auto import IDLE, TOO_BUSY, TOO_LITTLE, AutoLength
+from outrider.spec.auto import TOO_BUSY, TOO_LITTLE, AutoLength
 from outrider.spec.choice import EVERY
 from outrider.spec.costs import Costs
 from outrider.spec.goodput import best_budgets
+from outrider.spec.learning import IDLE
+from outrider.spec.survival import classes_of
 from tests.spec.simulator import Simulator, cpu_pass, table_of
 
 OTHER = 0.12e-3
@@ -54,7 +56,9 @@ def test_it_is_as_fast_as_the_best_fixed_length_and_knows_it(drafter: str) -> No
     assert rate > 0.98 * max(rates) - 0.01 * rates[0], "noise of a short run apart"
     assert rate > 0.99 * rates[0], "probes cost too much"
     assert controller.status.speedup == pytest.approx(rate / rates[0], rel=0.1)
-    assert controller.status.on is (max(rates) > 1.02 * rates[0])
+    gain = max(rates) / rates[0]
+    if not 1.0 < gain < 1.05:  # between these either is right
+        assert controller.status.on is (gain > 1.0)
 
 
 def test_several_at_once_know_their_speed_too() -> None:
@@ -118,7 +122,7 @@ def test_a_load_stops_it_and_it_comes_back_when_the_load_is_gone() -> None:
     assert rate > 0.98 * 32 / (OTHER + cpu_pass(32))
     busy.run(1)
     assert sum(sum(budgets) for _, budgets in busy.budgets[-50:]) < 50 * 32 * 0.1
-    assert not controller.status.on
+    assert budget_is(busy, False, 2.0), "one of 32 may be drafting at any moment, but not for long"
     assert controller.status.reason == TOO_BUSY
     alone.run(2)
     assert controller.status.on
@@ -175,13 +179,15 @@ def test_luck_is_measured_by_the_calibration_itself() -> None:
     seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
     span = Span(seq, 63, 1, 4)
     controller.budgets([span], 99)
-    request = controller._requests[0]
+    request = controller._learner.requests[0]
     request.luck.add(0.0, 30.0)
     assert request.luck.ratio > 3
     span.budget, span.draft = 3, Draft.chain([1, 2, 3]).sure((0.9, 1.0, 0.7))
     assert controller.trim([span]) == [3]
-    first = request.known.calibration.chances((0.9,))[0]
-    assert request.expected == pytest.approx(first), "rows of one draft are right together: the first one tells"
+    first = request.known.calibration.chances(classes_of((0.9,)))[0]
+    assert controller._tries[0].expected == pytest.approx(first), (
+        "rows of one draft are right together: the first one tells"
+    )
 
 
 def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:
@@ -251,6 +257,24 @@ def test_a_step_with_a_prompt_in_it_is_not_taken_for_a_slow_plain_one() -> None:
     status = controller.status
     assert status.earned == pytest.approx((1 + n) * (OTHER + cpu_pass(1)), rel=0.1), "plain decoding's time of a token"
     assert status.spent < status.earned
+
+
+def test_whoever_asks_is_told_of_every_step_although_it_learns_from_several_at_once() -> None:
+    controller = auto()
+    run = Simulator(controller, lambda _: 0.8)
+    run.run(1)
+    before, tokens, waited = controller.status.earned, run.tokens, 0
+    for _ in range(40):
+        run.step()
+        waited += len(controller._learner._waiting) > 1
+        told = controller.status.earned
+        each = (told - before) / (run.tokens - tokens)
+        assert each == pytest.approx(OTHER + cpu_pass(1), rel=0.1)
+    assert not waited, "whoever asks has it learn"
+    for _ in range(40):
+        run.step()
+        waited += len(controller._learner._waiting) > 1
+    assert waited > 20
 
 
 def one_request(controller: AutoLength, number: int, right: float, found: float, steps: int = 100) -> float:

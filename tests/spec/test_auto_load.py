@@ -63,14 +63,14 @@ def test_one_that_joins_a_step_is_decided_about_with_the_others() -> None:
     run = Simulator(controller, lambda _: 0.5, n=16)
     run.run(1)
     before = [(id(request), request.planned) for request in controller._running]
-    seconds = controller._token_seconds
+    seconds = controller._learner.token_seconds
     assert not any(planned for _, planned in before)
     controller.budgets([Span(seq, 63, 1, 8) for seq in run.sequences], 400)
     late = Span(Sequence(99, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0), 0, 64, 8)
     assert controller.budgets([late], 400) == [0]
     assert late.draft.reason
     assert [(id(request), request.planned) for request in controller._running] == before
-    assert controller._token_seconds == seconds
+    assert controller._learner.token_seconds == seconds
     fresh = auto()
     assert fresh.budgets([Span(late.seq, 0, 64, 8)], 400) != [0], "alone it does draft: the test is too easy"
 
@@ -137,16 +137,19 @@ def test_an_interrupt_within_the_controller_costs_nothing_later() -> None:
     controller = auto(clock)
     run = Simulator(controller, lambda _: 0.0, clock=clock, sure=True, weigh=1e-4)
     run.run(2)
-    slope = controller._own.slope
-    clock.now += 1e5
-    decide = controller._decide
+    own = controller._learner.own
+    weigh = controller._weigh
+
+    def broken(*_: object) -> None:
+        clock.now += 1e5
+        raise KeyboardInterrupt
+
     for _ in range(20):  # not every step is learnt from
-        controller._decide = lambda *_: (_ for _ in ()).throw(KeyboardInterrupt)  # type: ignore[method-assign]
-        controller._age = 1000
+        controller._weigh = broken  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
-            run.step()
-        controller._decide = decide  # type: ignore[method-assign]
+            run.run(10)
+        controller._weigh = weigh  # type: ignore[method-assign]
         controller._planned = False
         run.step()
     run.run(2)
-    assert 0 < controller._own.slope < 2 * slope
+    assert 0 < controller._learner.own < 2 * own

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.goodput import Wish, best_budgets, worthwhile
+from outrider.spec.goodput import Wish, best_budgets, prices, worthwhile
 
 
 def drawn(seconds: Callable[[float], float]) -> list[float]:
@@ -174,7 +174,7 @@ def test_no_other_rows_are_worth_more(survival: list[list[float]], steps: list[f
         seconds = times[n + sum(budgets)] - times[n] + row * sum(budgets)
         return sum(sum(curve[:g]) for curve, g in zip(survival, budgets, strict=True)) - rate * seconds
 
-    chosen = worthwhile(survival, [row] * n, n, times, rate)
+    chosen = worthwhile(survival, [row * rate] * n, prices(n, times, rate))
     every = itertools.product(*(range(len(curve) + 1) for curve in survival))
     assert worth(chosen) == pytest.approx(max(worth(budgets) for budgets in every), abs=1e-9)
 
@@ -194,7 +194,7 @@ def test_good_steps_take_the_rows_that_poor_ones_refuse_only_at_the_rate_of_all(
 
     best = max(itertools.product(range(6), range(2)), key=rate_of)
     assert best == (5, 0)
-    assert tuple(worthwhile([curve], [0.0], 1, times, rate_of(best))[0] for curve in (good, poor)) == best
+    assert tuple(worthwhile([curve], [0.0], prices(1, times, rate_of(best)))[0] for curve in (good, poor)) == best
     own = tuple(best_budgets([Wish(c, [1.0] * len(c))], 1, 1, times, 9).budgets[0] for c in (good, poor))
     assert own == (4, 1)
     assert rate_of(own) < rate_of(best)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.survival import TOLD, Calibration, Luck, Survival
+from outrider.spec.survival import HEAVY, SEEKING, TOLD, Calibration, Counts, Luck, Survival, classes_of
 
 
 def feed(survival: Survival, acceptance: float, presence: float, drafts: int, rows: int, seed: int = 0) -> None:
@@ -105,12 +105,44 @@ def test_estimates_are_chances_that_never_rise(history: list[tuple[int, int, int
         assert sorted(estimate, reverse=True) == list(estimate)
 
 
+def faded(history: list[tuple[int, int, int]], memory: float) -> list[list[float]]:
+    """What ``Counts`` should say, draft by draft and place by place: asked, filled, there, accepted."""
+    keep, counts = 1 - 1 / memory, [[0.0] * 9 for _ in range(4)]
+    for asked, there, right in history:
+        for i in range(9):
+            counts[0][i] = counts[0][i] * keep + (i < min(asked, SEEKING))
+            counts[1][i] = counts[1][i] * keep + (i < min(asked, there, SEEKING))
+            if min(asked, there):
+                counts[2][i] = counts[2][i] * keep + (i < min(asked, there))
+                counts[3][i] = counts[3][i] * keep + (i < min(asked, there, right))
+    return counts
+
+
+longer = st.tuples(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9))
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@given(st.lists(longer, max_size=12), st.integers(1, 60))
+def test_counts_fade_as_if_each_draft_were_counted_place_by_place(
+    history: list[tuple[int, int, int]], times: int
+) -> None:
+    """Also over the many drafts after which the weights are made lighter."""
+    memory, counts = 6.0, Counts(6.0)
+    for asked, there, right in history * times:
+        counts.add(asked, there, range(min(asked, there, right)))
+    want = faded(history * times, memory)
+    for got, full in zip((*counts.presence(), *counts.acceptance()), want, strict=True):
+        assert got == pytest.approx(full[: len(got)], abs=1e-9)
+        assert not any(full[len(got) :])
+    assert counts.found == pytest.approx(want[2][0])
+    assert max(counts._asked) <= HEAVY * memory
+
+
 def test_confidence_is_weighed_by_what_came_of_it() -> None:
     """A drafter that is always too sure of itself in one class, and not sure enough in another."""
     calibration, source = Calibration(memory=400), random.Random(1)
     for _ in range(2000):
-        confidence = (0.9, 0.3)
         right = [i for i, chance in enumerate((0.2, 0.8)) if source.random() < chance]
-        calibration.add(confidence, right)
-    assert calibration.chances((0.9, 0.3)) == pytest.approx([0.2, 0.8], abs=0.08)
-    assert calibration.chances((1.0, 0.0)) == pytest.approx([1.0, 0.0]), "others stay as they were"
+        calibration.add(classes_of((0.9, 0.3)), right)
+    assert calibration.chances(classes_of((0.9, 0.3))) == pytest.approx([0.2, 0.8], abs=0.08)
+    assert calibration.chances(classes_of((1.0, 0.0))) == pytest.approx([1.0, 0.0]), "others stay as they were"
