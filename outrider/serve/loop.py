@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import queue
 import threading
 import time
@@ -58,6 +59,7 @@ class EngineLoop:
         self._streams: dict[Stream, asyncio.TimerHandle | None] = {}  # not ended yet, with their time limits
         self._answers = 0  # of those streams
         self._watched: dict[Stream, None] = {}  # the engine thread's own list of them
+        self._quiet_until = -math.inf  # until then no stream has news, unless one ends
         self._failures = 0  # steps in a row
         self._given_up = 0  # times in a row
 
@@ -223,23 +225,23 @@ class EngineLoop:
 
     def _run_commands(self) -> bool:
         """All that have come, waiting for one if there is nothing else to do; False when asked to stop."""
-        while True:
-            try:
-                command = self._commands.get(block=not self.engine.has_work and not self._watched)
-            except queue.Empty:
-                return True
+        while not self._commands.empty() or not (self.engine.has_work or self._watched):
+            command = self._commands.get()
             if command is None:
                 return False
             command()
-            if self._commands.empty():
-                return True
+            self._quiet_until = -math.inf  # it may have added a stream, or ended one
+        return True
 
     def _step(self) -> None:
         """One step. One that fails is tried again (the engine computes all running KV anew); then its requests fail."""
         try:
-            self.engine.step()
+            deltas = self.engine.step()
             self._failures = self._given_up = 0
+            if any(delta.finish_reason is not None for delta in deltas):
+                self._quiet_until = -math.inf
         except Exception as error:
+            self._quiet_until = -math.inf  # who knows what has ended
             self._failures += 1
             logger.error("a step of the engine failed", exc_info=True)
             if self._failures > _RETRIES:
@@ -257,12 +259,15 @@ class EngineLoop:
 
     def _hand_out(self, interval: float) -> None:
         news, now = [], time.perf_counter()
+        if interval and now < self._quiet_until:
+            return
         for stream in list(self._watched):
             deltas, ended = stream.collect(now, interval)
             if ended:
                 del self._watched[stream]
             if deltas or ended:
                 news.append((stream, deltas, ended))
+        self._quiet_until = min([stream.collected for stream in self._watched], default=-math.inf) + interval
         if news:
             self._post(self._deliver, news)
 

@@ -31,7 +31,7 @@ class Stream:
         self._error: ApiError | None = None
         self._inbox: list[Delta] = []
         self._reader: asyncio.Future[None] | None = None  # set while it waits
-        self._collected = -math.inf  # when there was something new, the engine thread's clock
+        self.collected = -math.inf  # when there was something new, if it is live; the engine thread's clock
 
     def collect(self, now: float, interval: float) -> tuple[list[Delta], bool]:
         """On the engine's thread: what is new, and whether all has ended.
@@ -39,7 +39,7 @@ class Stream:
         Nothing is new for ``interval`` seconds after something was: that stays where it is, unless all has ended.
         """
         ended = None not in [request.finished for request in self.requests]
-        if not ended and now - self._collected < interval:
+        if not ended and now - self.collected < interval:
             return [], False
         deltas: list[Delta] = []
         for place, request in enumerate(self.requests):
@@ -48,8 +48,8 @@ class Stream:
             elif self.live:
                 deltas += [replace(delta, index=place * self._n + delta.index) for delta in request.pending]
             request.pending.clear()
-        if deltas:
-            self._collected = now
+        if deltas or not self.live:
+            self.collected = now
         return deltas, ended
 
     def put(self, deltas: Iterable[Delta], ended: bool) -> None:
