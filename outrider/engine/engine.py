@@ -168,14 +168,7 @@ class Engine:
         if self._in_step:
             self._aborts.append(request_id)
             return
-        request = self._requests.get(request_id)
-        if request is None:
-            return
-        for answer in request.answers:
-            if answer.seq.id in self._answer_of:
-                if answer.finish is None:
-                    answer.end(FinishReason.ABORT)
-                self._settle(answer.seq)
+        self._abort(request_id)
 
     def step(self) -> list[Delta]:
         """One pass over what is scheduled; returns what each answer gained."""
@@ -188,7 +181,7 @@ class Engine:
         finally:
             self._in_step = False
         while self._aborts:
-            self.abort(self._aborts.pop())
+            deltas += self._abort(self._aborts.pop())
         return deltas
 
     def run(self, request: Request) -> RequestOutput:
@@ -243,6 +236,17 @@ class Engine:
         if self.target.tokenizer is None:
             return None
         return Detokenizer(self.target.tokenizer, params.skip_special_tokens, strip_leading_space=False)
+
+    def _abort(self, request_id: int) -> list[Delta]:
+        """Ends a request, unless it has ended; returns what its answers still gained."""
+        request = self._requests.get(request_id)
+        deltas: list[Delta] = []
+        for answer in () if request is None else request.answers:
+            if answer.seq.id in self._answer_of:
+                if answer.finish is None:
+                    answer.end(FinishReason.ABORT)
+                deltas.append(self._settle(answer.seq))
+        return deltas
 
     def _admitted(self, seq: Sequence) -> None:
         self._drafters.assign(self._request_of[seq.id], self.controller)

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from collections.abc import Sequence
 
-from outrider import LLM
+import numpy as np
+
+from outrider import LLM, SamplingParams
+from outrider.core.types import FinishReason
 from outrider.engine.request import Delta
 from outrider.serve.loop import EngineLoop
 from outrider.serve.stream import Stream
@@ -87,5 +91,42 @@ def test_what_is_held_back_goes_out_when_the_loop_is_stopped(llm: LLM) -> None:
         stream.close()
         await loop.stop()
         llm.engine.abort(stream.requests[0].id)
+
+    run(work())
+
+
+def test_an_answer_that_is_aborted_within_a_step_ends_its_stream_at_once(llm: LLM) -> None:
+    ids: list[int] = []
+
+    def spoil(prompt: Sequence[int], output: Sequence[int], logits: np.ndarray) -> np.ndarray:
+        if len(output) == 3:
+            llm.engine.abort(ids[0])
+        return logits
+
+    async def work() -> None:
+        loop = await started(llm.engine, interval=1e6)
+        await loop.call(lambda engine: ids.append(engine._next_request))
+        params = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True, processors=(spoil,))
+        stream = await loop.submit([[5, 6, 7]], params, PLAIN)
+        deltas = [delta async for delta in stream.deltas()]
+        assert deltas[-1].finish_reason is FinishReason.ABORT
+        assert sum(len(delta.token_ids) for delta in deltas) == 4
+        stream.close()
+        await loop.stop()
+
+    run(work())
+
+
+def test_who_wants_the_whole_answer_is_told_of_its_end_at_once(llm: LLM) -> None:
+    async def work() -> None:
+        loop = await started(llm.engine, interval=1e6)
+        other = await loop.submit([[8, 9]], LONG, PLAIN)
+        stream = await loop.submit([[5, 6, 7]], SHORT, PLAIN, live=False)
+        (output,) = await stream.outputs()
+        assert len(output.token_ids) == 5
+        assert not other.ended
+        for each in (stream, other):
+            each.close()
+        await loop.stop()
 
     run(work())
