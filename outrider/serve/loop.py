@@ -59,7 +59,7 @@ class EngineLoop:
         self._streams: dict[Stream, asyncio.TimerHandle | None] = {}  # not ended yet, with their time limits
         self._answers = 0  # of those streams
         self._watched: dict[Stream, None] = {}  # the engine thread's own list of them
-        self._quiet_until = -math.inf  # until then no stream has news, unless one ends
+        self._quiet_until = -math.inf  # until then no stream has news, unless one ends or has its first
         self._failures = 0  # steps in a row
         self._given_up = 0  # times in a row
 
@@ -212,9 +212,12 @@ class EngineLoop:
         try:
             while self._run_commands():
                 if self.engine.has_work:
-                    if self._interval and self.engine.prompts_wait:  # a long step: nothing is held back over it
+                    prompts_wait = self.engine.prompts_wait
+                    if self._interval and prompts_wait:  # a long step: nothing is held back over it
                         self._hand_out(0.0)
                     self._step()
+                    if prompts_wait:  # the first token of an answer goes out at once
+                        self._quiet_until = -math.inf
                 self._hand_out(self._interval)
             self._hand_out(0.0)
         except BaseException as error:
@@ -238,7 +241,7 @@ class EngineLoop:
         try:
             deltas = self.engine.step()
             self._failures = self._given_up = 0
-            if any(delta.finish_reason is not None for delta in deltas):
+            if not self.engine.has_work or any(delta.finish_reason is not None for delta in deltas):
                 self._quiet_until = -math.inf
         except Exception as error:
             self._quiet_until = -math.inf  # who knows what has ended
@@ -267,7 +270,8 @@ class EngineLoop:
                 del self._watched[stream]
             if deltas or ended:
                 news.append((stream, deltas, ended))
-        self._quiet_until = min([stream.collected for stream in self._watched], default=-math.inf) + interval
+        given = [stream.collected for stream in self._watched if stream.collected > -math.inf]
+        self._quiet_until = min(given, default=-math.inf) + interval
         if news:
             self._post(self._deliver, news)
 

@@ -84,7 +84,6 @@ class AutoLength(DraftController):
             for span in spans:
                 span.draft = JOINS
             return [0] * len(spans)
-        self._planned = True
         ids = [span.seq.id for span in spans]
         if ids != self._ids:  # whoever came or went is news
             self._learner.news += 3 * len(set(ids).symmetric_difference(self._ids))
@@ -125,6 +124,7 @@ class AutoLength(DraftController):
                 budgets[i] += 1
                 left -= 1
         self._length += 0.02 * (sum(budgets) / len(spans) - self._length)
+        self._planned = True
         return budgets
 
     def _decide(self, spans: Sequence[Span], ids: list[int], rows: int) -> None:
@@ -162,11 +162,11 @@ class AutoLength(DraftController):
         self._learner.news = 0
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
-        begin = self._clock()
+        begin, self._planned = self._clock(), False
         tries: list[Try | None] = []
         weighed: list[tuple[int, Try]] = []
         lengths: list[int] = []
-        read, news = 0, False
+        read, asks, news = 0, False, False
         for i, span in enumerate(spans):
             draft, asked, context = span.draft, span.budget, len(span.seq.tokens)
             rows, tried = len(draft.tokens), None
@@ -174,6 +174,7 @@ class AutoLength(DraftController):
             if request is not None:
                 if asked:
                     request.drafts += 1
+                    asks = True
                     news = news or request.probing or may_be_news(request.drafts)
                 tried = Try(request, request.drafts, asked, context, rows, rows, request.probing)
                 if draft.n_verify < rows:
@@ -189,7 +190,8 @@ class AutoLength(DraftController):
             self._weigh(spans, lengths, weighed)
         self._tries, self._read, self._at_once = tries, read, news
         self._seen = sum([(s.n_new + n) * len(s.seq.tokens) for s, n in zip(spans, lengths, strict=True)])
-        self._learner.took += self._clock() - begin
+        if asks:
+            self._learner.took += self._clock() - begin
         return lengths
 
     def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Try]]) -> None:
@@ -198,7 +200,7 @@ class AutoLength(DraftController):
         wished = 0
         for i, tried in weighed:
             request = tried.request
-            tried.classes = classes_of(spans[i].draft.confidence or ())
+            tried.classes = classes_of(spans[i].draft.confidence)
             chances = request.known.calibration.chances(tried.classes)
             # Rows of one draft are right together, so that luck is told by the first; and by its chance as it is: luck
             # that is cut off at 1 would confirm itself.
@@ -226,7 +228,7 @@ class AutoLength(DraftController):
         """The tokens that each row beyond ``rows`` must bring, up to ``most``; those that a second is worth; and a
         token of context in a row. They stand until something is decided: this is asked often."""
         key, known, rate, per_seen = self._priced
-        if key != (ends, rows) or len(known) + rows <= most:
+        if key != (ends, rows) or len(known) + rows < most:
             seconds = self.costs.curve(max(most, self.longest + rows + 2))
             read = sum([len(span.seq.tokens) for span in spans if span.reaches_end])
             rate = max(1.0, self._learner.speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
@@ -235,8 +237,8 @@ class AutoLength(DraftController):
         return known, rate, per_seen
 
     def observe(self, record: StepRecord) -> None:
-        self._planned = False
-        self._learner.add(Step(record, self._tries, self._read, self._seen), self._at_once)
+        step = Step(record, self._tries, self._read, self._seen, self._learner.token_seconds)
+        self._learner.add(step, self._at_once)
 
     @property
     def status(self) -> SpecStatus:

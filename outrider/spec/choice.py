@@ -28,12 +28,10 @@ class Speed:
     spent: float = 0.0
     steps: float = 0.0
 
-    def add(self, earned: float, spent: float, steps: int = 1) -> None:
-        """What so many steps came to together."""
-        kept = KEPT**steps
-        self.earned = self.earned * kept + earned
-        self.spent = self.spent * kept + spent
-        self.steps = self.steps * kept + steps
+    def add(self, earned: float, spent: float) -> None:
+        self.earned = self.earned * KEPT + earned
+        self.spent = self.spent * KEPT + spent
+        self.steps = self.steps * KEPT + 1
 
     @property
     def ratio(self) -> float:

@@ -37,20 +37,22 @@ IDLE = "little is found to draft"
 class Step(NamedTuple):
     """What became of a step; ``tries`` go with the record's spans, None for one of a request that is not known.
 
-    ``read`` tokens of context are those of its sequences, ``seen`` those of all its rows.
+    ``read`` tokens of context are those of its sequences, ``seen`` those of all its rows. A token of plain decoding
+    would have taken ``token_seconds`` under its load.
     """
 
     record: StepRecord
     tries: Sequence[Try | None]
     read: int
     seen: int
+    token_seconds: float
 
 
 class Learner:
     """Learns from steps, a few at a time.
 
-    ``clock`` says how long that takes. ``took`` are the controller's other seconds for the drafts that wait, and
-    ``own`` those that a draft costs it in all.
+    ``clock`` says how long that takes. ``took`` are the seconds that the controller took to weigh the drafts of the
+    steps that wait, and ``own`` what a draft costs it: to weigh and to learn from, not to decide that it is asked for.
     """
 
     def __init__(self, costs: Costs, clock: Callable[[], float]) -> None:
@@ -58,9 +60,9 @@ class Learner:
         self.requests: dict[int, Request] = {}
         self.speed = Speed()
         self.own = self.took = 0.0
-        self._drafts = 0  # that these are known of
+        self._weighed = 0  # drafts that ``own`` is known of
         self.news = 0  # wishes that have changed
-        self.token_seconds = 0.0  # plain decoding's, under the load of this step; the decision tells
+        self.token_seconds = 0.0  # plain decoding's, by the decision in force
         self._clock = clock
         self.drafters: dict[str, Drafter] = {}
         self._choices: dict[str, Choice] = {}
@@ -87,6 +89,7 @@ class Learner:
 
     def choose(self, params: SamplingParams, drafters: Sequence[str]) -> str:
         """The drafter of a new request."""
+        self.catch_up()
         return self._choices.setdefault(kind_of(params), Choice()).choose(drafters)
 
     def add(self, step: Step, at_once: bool) -> None:
@@ -108,9 +111,9 @@ class Learner:
                 self._learn_costs(step)
             drafts += self._learn_step(step)
         if drafts:
-            self._drafts += drafts
+            self._weighed += drafts
             own = self.took / drafts + (self._clock() - begin) / sequences
-            known = min(self._drafts, max(OWN_MEMORY, drafts))
+            known = min(self._weighed, max(OWN_MEMORY, drafts))
             self.own += (min(own, MOST * self.own or own) - self.own) * drafts / known
         self.took = 0.0
 
@@ -130,7 +133,7 @@ class Learner:
 
     def _learn_step(self, step: Step) -> int:
         """Learns what the drafts were worth; returns how many were asked for."""
-        record, drafts = step.record, 0
+        record, plain, drafts = step.record, step.token_seconds, 0
         per_row = earned = spent = 0.0  # seconds of a draft row in the pass, context excepted
         drafting = False
         if record.draft_rows:
@@ -144,9 +147,9 @@ class Learner:
             cost = 0.0
             if tried.asked:
                 drafts += 1
-                cost = self._learn(tried, span, per_row)
+                cost = self._learn(tried, span, per_row, plain)
                 drafting = drafting or (tried.trusted > 0 and not tried.probing)
-            gain, loss = span.emitted * self.token_seconds, self.token_seconds + cost
+            gain, loss = span.emitted * plain, plain + cost
             earned, spent = earned + gain, spent + loss
             choice = self._choices.get(request.kind)
             if choice is not None:
@@ -159,7 +162,7 @@ class Learner:
             self._earned, self._spent = self._earned + earned, self._spent + spent
         return drafts
 
-    def _learn(self, tried: Try, span: SpanRecord, per_row: float) -> float:
+    def _learn(self, tried: Try, span: SpanRecord, per_row: float, plain: float) -> float:
         """What a draft was worth, and the seconds that it cost."""
         request = tried.request
         drafter = request.known
@@ -179,8 +182,8 @@ class Learner:
         if tried.sent:
             cost += (per_row + self.costs.per_seen * tried.context) * tried.sent
         if tried.probing:
-            won = span.accepted * self.token_seconds
-            request.account = min(request.account - cost + won, max(self.token_seconds, 1.5 * cost))
+            won = span.accepted * plain
+            request.account = min(request.account - cost + won, max(plain, 1.5 * cost))
         return cost
 
     def status(self, length: float) -> SpecStatus:
@@ -211,8 +214,8 @@ def may_be_news(number: int) -> bool:
 
 
 def _is_news(tried: Try, span: SpanRecord) -> bool:
-    """Whether the request's wish is to be made anew. A probe in vain is no news, as nothing is drafted anyway; nor is
-    it that first drafts are right, as that is what they were made for."""
+    """Whether the request's wish is to be made anew. A further probe in vain is no news, as nothing is drafted anyway;
+    nor is it that first drafts are right, as that is what they were made for."""
     if tried.probing:
         return bool(span.path) or tried.number in EARLY
     return tried.number % NEWS == 0 or (tried.number in EARLY and not span.path)

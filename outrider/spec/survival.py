@@ -207,9 +207,6 @@ def _at_least(counts: list[float], weight: float) -> list[float]:
     return [count / weight for count in accumulate(reversed(counts))][::-1]
 
 
-def classes_of(confidence: Sequence[float]) -> list[int]:
+def classes_of(confidence: Sequence[float] | None) -> list[int]:
     """The class of each row's confidence, 0 to ``CONFIDENCE_STEPS``."""
-    classes = [int(CONFIDENCE_STEPS * value + 0.5) for value in confidence]
-    if min(classes) < 0 or max(classes) > CONFIDENCE_STEPS:
-        return [max(0, min(CONFIDENCE_STEPS, k)) for k in classes]
-    return classes
+    return [int(CONFIDENCE_STEPS * min(max(value, 0.0), 1.0) + 0.5) for value in confidence or ()]

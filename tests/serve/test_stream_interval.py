@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
 from outrider import LLM, SamplingParams
 from outrider.core.types import FinishReason
@@ -112,6 +113,27 @@ def test_an_answer_that_is_aborted_within_a_step_ends_its_stream_at_once(llm: LL
         assert deltas[-1].finish_reason is FinishReason.ABORT
         assert sum(len(delta.token_ids) for delta in deltas) == 4
         stream.close()
+        await loop.stop()
+
+    run(work())
+
+
+def test_nobody_looks_at_streams_that_can_have_no_news(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not after every step: also while one waits for a seat."""
+    looks: list[Stream] = []
+    collect = Stream.collect
+    monkeypatch.setattr(Stream, "collect", lambda self, *args: looks.append(self) or collect(self, *args))
+    engine = make_llm(folder, max_num_seqs=1).engine
+
+    async def work() -> None:
+        loop = await started(engine, interval=1e6)
+        params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+        first, second = [await loop.submit([[5, 6, 7 + i]], params, PLAIN) for i in range(2)]
+        for stream in (first, second):
+            assert sum([len(delta.token_ids) async for delta in stream.deltas()]) == 200
+            stream.close()
+        assert engine.metrics.steps >= 400
+        assert len(looks) < 40
         await loop.stop()
 
     run(work())

@@ -149,7 +149,35 @@ def test_an_interrupt_within_the_controller_costs_nothing_later() -> None:
         with pytest.raises(KeyboardInterrupt):
             run.run(10)
         controller._weigh = weigh  # type: ignore[method-assign]
-        controller._planned = False
         run.step()
     run.run(2)
     assert 0 < controller._learner.own < 2 * own
+
+
+def test_what_the_controller_takes_for_a_draft_does_not_depend_on_how_many_there_are() -> None:
+    """Steps without drafts are not put on the account of the few that have some."""
+    own = []
+    for acceptance in (0.8, 0.0):
+        clock = Ticks()
+        controller = auto(clock)
+        run = Simulator(controller, lambda _, acceptance=acceptance: acceptance, clock=clock, sure=True, weigh=1e-4)
+        run.run(5)
+        own.append(controller._learner.own)
+    assert own[1] == pytest.approx(own[0], rel=0.3)
+
+
+def test_steps_that_wait_to_be_learnt_from_count_as_they_were_when_a_load_comes() -> None:
+    """Whether they are learnt from before 31 others join, or after."""
+    told = []
+    for before in (True, False):
+        controller = auto()
+        alone = Simulator(controller, lambda _: 0.8)
+        alone.run(2)
+        while len(controller._learner._waiting) < 10:
+            alone.step()
+        if before:
+            controller._learner.catch_up()
+        Simulator(controller, lambda _: 0.8, n=32).step()
+        told.append(controller.status)
+    assert told[0].earned == pytest.approx(told[1].earned, rel=1e-3)
+    assert told[0].spent == pytest.approx(told[1].spent, rel=1e-3)

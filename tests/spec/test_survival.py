@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.survival import HEAVY, SEEKING, TOLD, Calibration, Counts, Luck, Survival, classes_of
+from outrider.spec.survival import (
+    CONFIDENCE_STEPS,
+    HEAVY,
+    SEEKING,
+    TOLD,
+    Calibration,
+    Counts,
+    Luck,
+    Survival,
+    classes_of,
+)
 
 
 def feed(survival: Survival, acceptance: float, presence: float, drafts: int, rows: int, seed: int = 0) -> None:
@@ -145,4 +155,5 @@ def test_confidence_is_weighed_by_what_came_of_it() -> None:
         right = [i for i, chance in enumerate((0.2, 0.8)) if source.random() < chance]
         calibration.add(classes_of((0.9, 0.3)), right)
     assert calibration.chances(classes_of((0.9, 0.3))) == pytest.approx([0.2, 0.8], abs=0.08)
+    assert classes_of((-0.5, 1.5, 1e308, -1e308)) == [0, CONFIDENCE_STEPS, CONFIDENCE_STEPS, 0]
     assert calibration.chances(classes_of((1.0, 0.0))) == pytest.approx([1.0, 0.0]), "others stay as they were"
