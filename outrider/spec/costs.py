@@ -17,8 +17,6 @@ FORGOTTEN = 0.001
 drift."""
 REDRAWN = 8
 """Steps that were told of after which the curve of costs is drawn anew."""
-AT_ONCE = 8
-"""Steps that wait at most to be learnt from, until a cost is asked for: several take little more time than one."""
 
 
 @dataclass(frozen=True)
@@ -106,17 +104,14 @@ class Costs:
         self._curve: list[float] = []
         self._age = 0
         self._seen = 0  # steps that were learnt from
-        self._new: list[tuple[int, float, float, float, float]] = []  # those that were not yet
 
     @property
     def per_seen(self) -> float:
         """Seconds of a row for each token of context that it sees."""
-        self._catch_up()
         return self.speed * self.weight * self.table.per_seen
 
     def context(self, read: float, seen: float) -> float:
         """Seconds that context adds to a pass: ``read`` tokens of all its sequences, ``seen`` ones by all its rows."""
-        self._catch_up()
         return self.speed * self.weight * (self.table.per_read * read + self.table.per_seen * seen)
 
     def forward(self, rows: int, read: float, seen: float) -> float:
@@ -142,8 +137,6 @@ class Costs:
         """
         if self._age >= REDRAWN:
             self._curve, self._age = [], 0
-        if len(self._curve) <= rows:
-            self._catch_up()
         while len(self._curve) <= rows:
             n = len(self._curve)
             self._curve.append(self.speed * self._bare(n) + self.other.at(n))
@@ -153,16 +146,6 @@ class Costs:
         """One step without prompt rows took so many seconds for its forward pass, and for what is neither pass nor
         draft."""
         self._age += 1
-        self._new.append((rows, read, seen, forward, other))
-        if len(self._new) == AT_ONCE:
-            self._catch_up()
-
-    def _catch_up(self) -> None:
-        for step in self._new:
-            self._learn(*step)
-        self._new.clear()
-
-    def _learn(self, rows: int, read: float, seen: float, forward: float, other: float) -> None:
         self._seen += 1
         self.other.add(rows, other)
         own = self._bare(rows)  # the part without context

@@ -57,14 +57,14 @@ class Learner:
 
     def __init__(self, costs: Costs, clock: Callable[[], float]) -> None:
         self.costs = costs
+        self.drafters: dict[str, Drafter] = {}
         self.requests: dict[int, Request] = {}
         self.speed = Speed()
-        self.own = self.took = 0.0
-        self._weighed = 0  # drafts that ``own`` is known of
         self.news = 0  # wishes that have changed
         self.token_seconds = 0.0  # plain decoding's, by the decision in force
+        self.own = self.took = 0.0
+        self._weighed = 0  # drafts that ``own`` is known of
         self._clock = clock
-        self.drafters: dict[str, Drafter] = {}
         self._choices: dict[str, Choice] = {}
         self._waiting: list[Step] = []
         self._sequences = 0  # in these

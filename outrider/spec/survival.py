@@ -168,8 +168,7 @@ class Calibration:
 
     def chances(self, classes: Sequence[int]) -> list[float]:
         """The chance of each row to be accepted, by the ``classes_of`` confidence."""
-        worth = self._worth
-        return [worth[k] for k in classes]
+        return [self._worth[k] for k in classes]
 
     def add(self, classes: Sequence[int], accepted: Collection[int]) -> None:
         """Rows of these classes were verified, and those ``accepted`` were right."""

@@ -40,7 +40,6 @@ class Restless(AutoLength):
         self._turn = itertools.cycle((0.2, 1.0, 5.0))
 
     def budgets(self, spans, rows):  # type: ignore[no-untyped-def]
-        self.costs.forward(1, 64, 64)  # nothing is left to be learnt over what is set here
         self.costs.corrections[1:] = [next(self._turn)] * (len(self.costs.corrections) - 1)
         self.costs._age, self.costs.speed = REDRAWN, 1.0
         for drafter in self._learner.drafters.values():

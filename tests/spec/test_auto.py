@@ -11,9 +11,9 @@ from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span, SpanRecord, StepRecord, StepTimes
-from outrider.spec.auto import TOO_BUSY, TOO_LITTLE, AutoLength
+from outrider.spec.auto import AGED, TOO_BUSY, TOO_LITTLE, AutoLength
 from outrider.spec.choice import EVERY
-from outrider.spec.costs import Costs
+from outrider.spec.costs import REDRAWN, Costs
 from outrider.spec.goodput import best_budgets
 from outrider.spec.learning import IDLE
 from outrider.spec.survival import classes_of
@@ -171,6 +171,26 @@ def test_rows_that_the_drafter_is_right_not_to_trust_are_cut() -> None:
     assert sum(kept[True][-100:]) > 250
     assert sum(kept[False][-100:]) < 20
     assert any(kept[False][-300:]), "what is never tried is never known"
+
+
+def test_what_a_row_must_bring_follows_what_it_costs() -> None:
+    """It is not worked out for every draft, but anew when something is decided."""
+    controller = auto()
+    seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
+
+    def kept() -> int:
+        span = Span(seq, 63, 1, 4)
+        controller.budgets([span], 99)
+        span.budget, span.draft = 4, Draft.chain([1, 2, 3, 4]).sure((0.6, 0.5, 0.5, 0.4))
+        (rows,) = controller.trim([span])
+        span.draft = span.draft.truncated(rows)
+        controller.observe(record_of(span, ()))
+        return rows
+
+    assert kept() == 4
+    controller.costs.corrections[1:] = [20.0] * (len(controller.costs.corrections) - 1)
+    controller.costs._age, controller._age = REDRAWN, AGED
+    assert kept() == 0
 
 
 def test_luck_is_measured_by_the_calibration_itself() -> None:

@@ -65,7 +65,6 @@ def test_it_learns_what_context_costs_and_a_change_of_speed_does_not_confuse_it(
         seen = read + drafts * contexts[0]
         seconds = cpu_pass(n + drafts) + weight * 6e-7 * (read + seen)
         costs.observe(n + drafts, read, seen, speed * seconds * source.gauss(1, 0.1), 1e-4)
-    costs.forward(1, 64, 64)  # asked, it has learnt from every step
     assert costs.weight == pytest.approx(weight, rel=0.25)
     assert costs.corrections == pytest.approx([1.0] * len(costs.corrections), abs=0.1)
     expected = speed * (cpu_pass(n + 4) + weight * 6e-7 * (5000 + 9000))
@@ -77,7 +76,6 @@ def test_steps_that_are_late_now_and_then_move_no_correction() -> None:
     costs, source = Costs(table_of(cpu_pass)), random.Random(0)
     for _ in range(5000):
         costs.observe(1, 64, 64, cpu_pass(1) * (2.0 if source.random() < 0.1 else 0.9), 1e-4)
-    costs.forward(1, 64, 64)
     assert costs.corrections[0] == pytest.approx(1.0, abs=0.1)
     assert costs.forward(3, 64, 192) == pytest.approx(cpu_pass(3) * 1.01, rel=0.15)
 
@@ -259,20 +257,6 @@ def test_a_busy_machine_spoils_little_and_is_not_remembered(
     monkeypatch.setattr(warmup, "measure", lambda *_: (table, False))
     assert warmup.cost_table(model, runner, 256) == table  # type: ignore[arg-type]
     assert not (tmp_path / "costs").exists()
-
-
-@pytest.mark.parametrize("steps", [1, 7, 8, 9, 30])
-def test_what_is_learnt_does_not_depend_on_when_it_is_asked(steps: int) -> None:
-    often, once, source = Costs(table_of(cpu_pass)), Costs(table_of(cpu_pass)), random.Random(3)
-    for _ in range(steps):
-        rows = source.choice((1, 2, 5))
-        step = (rows, 64, 64 * rows, cpu_pass(rows) * source.uniform(0.8, 1.6), source.uniform(1e-4, 3e-4))
-        for costs in (often, once):
-            costs.observe(*step)
-        often.forward(3, 64, 192)
-    assert once.forward(3, 64, 192) == often.forward(3, 64, 192)
-    assert once.per_seen == often.per_seen
-    assert (once.weight, once.corrections) == (often.weight, often.corrections)
 
 
 def test_what_was_just_seen_counts_in_whatever_is_asked() -> None:
