@@ -12,6 +12,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from outrider.core.config import MAX_AUTO_DRAFT
 from outrider.core.draft import Draft
@@ -19,7 +20,7 @@ from outrider.core.params import SamplingParams
 from outrider.core.types import Span, StepRecord
 from outrider.spec.controller import DraftController, SpecStatus
 from outrider.spec.costs import Costs
-from outrider.spec.goodput import Wish, best_budgets, prices, worthwhile
+from outrider.spec.goodput import Wish, best_budgets, prices, worths, worthwhile
 from outrider.spec.known import MEMORY, PULL, Request, Try
 from outrider.spec.learning import Learner, Step, may_be_news
 from outrider.spec.survival import classes_of
@@ -44,7 +45,19 @@ TOO_LITTLE = "too little would be accepted to pay for drafting"
 TOO_BUSY = "drafting would not pay under this load"
 PAYS = "drafts pay again"
 JOINS = Draft.nothing("its prompt was only just read")
-NOTHING = (0, 0), (), 0.0, 0.0
+
+
+class Terms(NamedTuple):
+    """By which drafts are weighed, in a pass of ``rows`` without them of which ``ends`` yield a token: the tokens that
+    each further row must bring, those that a right one is worth by its place in its draft, those that a token of
+    context costs a row, and those that a second is worth."""
+
+    ends: int
+    rows: int
+    prices: Sequence[float]
+    worth: Sequence[float]
+    per_seen: float
+    rate: float
 
 
 class AutoLength(DraftController):
@@ -68,10 +81,10 @@ class AutoLength(DraftController):
         self._ids: list[int] = []
         self._age = 0  # steps since then
         self._tries: list[Try | None] = []  # in this step
-        self._read = self._seen = 0  # tokens of context in it: of its sequences, and of all its rows
+        self._contexts: list[int] = []  # tokens that each of its sequences has
         self._at_once = False  # there may be news of it
         self._planned = False
-        self._priced: tuple[tuple[int, int], Sequence[float], float, float] = NOTHING
+        self._terms: Terms | None = None
         self._length = 0.0
 
     def choose(self, params: SamplingParams, drafters: Sequence[str]) -> str:
@@ -158,15 +171,16 @@ class AutoLength(DraftController):
                 request.price = request.known.cost.at(probe) + self._learner.own
                 if not request.known.sure:
                     request.price += passes[n + probe] - passes[n] + wish.row * probe
-        self._running, self._ids, self._age, self._priced = requests, ids, 0, NOTHING
+        self._running, self._ids, self._age, self._terms = requests, ids, 0, None
         self._learner.news = 0
 
     def trim(self, spans: Sequence[Span]) -> list[int]:
         begin, self._planned = self._clock(), False
         tries: list[Try | None] = []
-        weighed: list[tuple[int, Try]] = []
+        contexts: list[int] = []
         lengths: list[int] = []
-        read, asks, news = 0, False, False
+        weighed: list[tuple[int, Try]] = []
+        asks = news = False
         for i, span in enumerate(spans):
             draft, asked, context = span.draft, span.budget, len(span.seq.tokens)
             rows, tried = len(draft.tokens), None
@@ -176,69 +190,66 @@ class AutoLength(DraftController):
                     request.drafts += 1
                     asks = True
                     news = news or request.probing or may_be_news(request.drafts)
-                tried = Try(request, request.drafts, asked, context, rows, rows, request.probing)
+                tried = Try(request, request.drafts, asked, rows, rows, request.probing)
                 if draft.n_verify < rows:
                     request.known.whole = True
                 elif rows:
                     request.known.sure = draft.confidence is not None and not any(draft.q)
                     if request.known.sure:
                         weighed.append((i, tried))
-            read += context
             tries.append(tried)
+            contexts.append(context)
             lengths.append(rows)
         if weighed:
-            self._weigh(spans, lengths, weighed)
-        self._tries, self._read, self._at_once = tries, read, news
-        self._seen = sum([(s.n_new + n) * len(s.seq.tokens) for s, n in zip(spans, lengths, strict=True)])
+            self._weigh(spans, contexts, lengths, weighed)
+        self._tries, self._contexts, self._at_once = tries, contexts, news
         if asks:
             self._learner.took += self._clock() - begin
         return lengths
 
-    def _weigh(self, spans: Sequence[Span], lengths: list[int], weighed: Sequence[tuple[int, Try]]) -> None:
+    def _weigh(
+        self, spans: Sequence[Span], contexts: Sequence[int], lengths: list[int], weighed: Sequence[tuple[int, Try]]
+    ) -> None:
         """Shortens these drafts to the rows that pay, now that their drafter has said how sure it is of them."""
-        likely: list[list[float]] = []
-        wished = 0
-        for i, tried in weighed:
-            request = tried.request
-            tried.classes = classes_of(spans[i].draft.confidence)
-            chances = request.known.calibration.chances(tried.classes)
-            # Rows of one draft are right together, so that luck is told by the first; and by its chance as it is: luck
-            # that is cut off at 1 would confirm itself.
-            tried.expected, ratio, lucky = chances[0], request.luck.ratio, 1.0
-            likely.append([lucky := min(lucky, chance * ratio) for chance in chances])
+        ends, wished, certain = 0, 0, sum(lengths)
+        for span in spans:
+            ends += span.reaches_end
+        for i, _ in weighed:
             wished += lengths[i]
-        ends = sum([span.reaches_end for span in spans])
-        rows = ends + sum(lengths) - wished
-        price, rate, per_seen = self._prices(spans, ends, rows, rows + wished + 2)
-        row = [per_seen * tried.context for _, tried in weighed]
-        budgets = worthwhile(likely, row, price)
-        more = max(0.0, price[sum(budgets)])
+        rows = ends + certain - wished
+        terms = self._terms
+        if terms is None or terms.ends != ends or terms.rows != rows or len(terms.prices) < wished + 2:
+            terms = self._terms = self._new_terms(spans, ends, rows, rows + wished + 2)
+        gains: list[list[float]] = []
+        costs: list[float] = []
+        for i, tried in weighed:
+            tried.classes = classes_of(spans[i].draft.confidence)
+            gains.append(tried.request.known.calibration.gains(tried.classes, terms.worth))
+            costs.append(terms.per_seen * contexts[i])
+        budgets = worthwhile(gains, costs, terms.prices)
         for n, (i, tried) in enumerate(weighed):
             kept = tried.trusted = budgets[n]
-            if kept < lengths[i] and (not tried.probing or tried.number % TRIAL == 1):
-                cost = (more + row[n]) / rate
-                if tried.request.account >= cost:
-                    # A row more now and then, so that what is never kept is not forgotten.
-                    tried.request.account -= cost
-                    kept += 1
-            lengths[i] = tried.sent = kept
-            tried.classes = tried.classes[:kept]
+            if kept < lengths[i]:
+                if not tried.probing or tried.number % TRIAL == 1:
+                    price = (max(0.0, terms.prices[sum(budgets)]) + costs[n]) / terms.rate
+                    if tried.request.account >= price:
+                        # A row more now and then, so that what is never kept is not forgotten.
+                        tried.request.account -= price
+                        kept += 1
+                lengths[i] = tried.sent = kept
+                tried.classes = tried.classes[:kept]
 
-    def _prices(self, spans: Sequence[Span], ends: int, rows: int, most: int) -> tuple[Sequence[float], float, float]:
-        """The tokens that each row beyond ``rows`` must bring, up to ``most``; those that a second is worth; and a
-        token of context in a row. They stand until something is decided: this is asked often."""
-        key, known, rate, per_seen = self._priced
-        if key != (ends, rows) or len(known) + rows < most:
-            seconds = self.costs.curve(max(most, self.longest + rows + 2))
-            read = sum([len(span.seq.tokens) for span in spans if span.reaches_end])
-            rate = max(1.0, self._learner.speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
-            known, per_seen = prices(rows, seconds, rate), rate * self.costs.per_seen
-            self._priced = (ends, rows), known, rate, per_seen
-        return known, rate, per_seen
+    def _new_terms(self, spans: Sequence[Span], ends: int, rows: int, most: int) -> Terms:
+        """By which rows are weighed in a pass of up to ``most``. They stand until something is decided."""
+        seconds = self.costs.curve(max(most, self.longest + rows + 2))
+        read = sum([len(span.seq.tokens) for span in spans if span.reaches_end])
+        rate = max(1.0, self._learner.speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
+        row = self.costs.per_seen * read / ends
+        worth = worths(self.longest, ends, seconds, self.costs.context(read, 0), row, rate)
+        return Terms(ends, rows, prices(rows, seconds, rate), worth, rate * self.costs.per_seen, rate)
 
     def observe(self, record: StepRecord) -> None:
-        step = Step(record, self._tries, self._read, self._seen, self._learner.token_seconds)
-        self._learner.add(step, self._at_once)
+        self._learner.add(Step(record, self._tries, self._contexts, self._learner.token_seconds), self._at_once)
 
     @property
     def status(self) -> SpecStatus:

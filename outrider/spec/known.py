@@ -9,12 +9,10 @@ from dataclasses import dataclass, field
 from outrider.core.draft import Draft
 from outrider.spec.costs import Line
 from outrider.spec.goodput import Wish
-from outrider.spec.survival import Calibration, Luck, Survival
+from outrider.spec.survival import Calibration, Survival
 
 MEMORY = 100
 """Drafts that an estimate of one request looks back on."""
-LUCK_MEMORY = 33
-"""Drafts that the luck of one request looks back on."""
 PULL = 3
 """Drafts of a request that count as much as what is known of others."""
 UNDECIDED = Draft.nothing("whether drafting pays is not decided yet")
@@ -29,7 +27,6 @@ class Drafter:
     cost: Line = field(default_factory=lambda: Line(100))  # seconds a draft by the rows asked for
     whole: bool = False  # its drafts carry rows for its own use: they pay as a whole or not at all
     sure: bool = False  # of its last draft it said how sure it is, row by row: ``trim`` submits those that pay
-    luck: Luck = field(default_factory=lambda: Luck(memory=10))  # of new requests
 
 
 @dataclass(slots=True)
@@ -39,7 +36,6 @@ class Request:
     drafter: str
     known: Drafter
     survival: Survival
-    luck: Luck
     kind: str
     on: bool | None = None  # None: not decided yet
     reason: str = ""
@@ -50,13 +46,12 @@ class Request:
     account: float = 0.0  # seconds that may be lost to trying
     probing: bool = False  # in this step
     drafts: int = 0
-    weighed: int = 0  # of these, by their drafter's confidence
 
     @staticmethod
     def new(name: str, drafter: Drafter, kind: str) -> Request:
         """A request of which nothing is known but who drafts for it."""
         survival = Survival(memory=MEMORY, pull=PULL, prior=drafter.survival)
-        return Request(name, drafter, survival, Luck(LUCK_MEMORY, drafter.luck.ratio), kind)
+        return Request(name, drafter, survival, kind)
 
 
 @dataclass(slots=True)
@@ -66,9 +61,7 @@ class Try:
     request: Request
     number: int  # of the request's drafts
     asked: int  # rows; 0: no draft was asked for
-    context: int  # tokens that each row sees
     trusted: int  # of the draft's rows, those that are submitted because they should pay
     sent: int  # rows that are submitted
     probing: bool
     classes: Sequence[int] = ()  # of its drafter's confidence in the rows that are submitted
-    expected: float = 0.0  # the chance of the first of these, by the calibration

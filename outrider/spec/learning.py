@@ -13,12 +13,11 @@ from outrider.spec.choice import Choice, Speed, kind_of
 from outrider.spec.controller import SpecStatus
 from outrider.spec.costs import MOST, Costs
 from outrider.spec.known import Drafter, Request, Try
-from outrider.spec.survival import TOLD
 
 LATE = 16
 """Steps of a sequence, or of several together, that wait at most to be learnt from. Many at once take little more time
 than one: after a pass the caches are full of weights, so that what costs is to come here at all."""
-EARLY, NEWS = (1, 2, 4, 8), 16
+EARLY, NEWS = (2, 4, 8), 16
 """After so many drafts of a request there may be news of it, and then after every so many there is."""
 WELL_KNOWN, SELDOM = 64, 5
 """Steps with drafts, or without, after which only every ``SELDOM``th of one sequence tells of costs."""
@@ -35,16 +34,13 @@ IDLE = "little is found to draft"
 
 
 class Step(NamedTuple):
-    """What became of a step; ``tries`` go with the record's spans, None for one of a request that is not known.
-
-    ``read`` tokens of context are those of its sequences, ``seen`` those of all its rows. A token of plain decoding
-    would have taken ``token_seconds`` under its load.
-    """
+    """What became of a step. ``tries`` and ``contexts``, the tokens that its sequences had, go with the record's spans;
+    a try is None for a request that is not known. A token of plain decoding would have taken ``token_seconds`` under
+    its load."""
 
     record: StepRecord
     tries: Sequence[Try | None]
-    read: int
-    seen: int
+    contexts: Sequence[int]
     token_seconds: float
 
 
@@ -124,7 +120,8 @@ class Learner:
         if not record.prompt_rows and rows:
             times = record.times
             other = times.schedule + times.verify + times.commit
-            self.costs.observe(rows, step.read, step.seen, times.forward, other)
+            seen = sum([span.rows * context for span, context in zip(record.spans, step.contexts, strict=True)])
+            self.costs.observe(rows, sum(step.contexts), seen, times.forward, other)
         for name, seconds in record.draft_seconds.items():
             asked = [tried.asked for tried in step.tries if tried is not None and tried.request.drafter == name]
             drafts = len(asked) - asked.count(0)
@@ -140,14 +137,14 @@ class Learner:
             seconds = self.costs.curve(record.decode_rows + record.draft_rows)
             more = seconds[record.decode_rows + record.draft_rows] - seconds[record.decode_rows]
             per_row = more / record.draft_rows
-        for tried, span in zip(step.tries, record.spans, strict=True):
+        for tried, context, span in zip(step.tries, step.contexts, record.spans, strict=True):
             if tried is None or tried.request.drafter != span.drafter or not span.emitted:
                 continue
             self._recent = request = tried.request
             cost = 0.0
             if tried.asked:
                 drafts += 1
-                cost = self._learn(tried, span, per_row, plain)
+                cost = self._learn(tried, span, per_row + self.costs.per_seen * context, plain)
                 drafting = drafting or (tried.trusted > 0 and not tried.probing)
             gain, loss = span.emitted * plain, plain + cost
             earned, spent = earned + gain, spent + loss
@@ -163,7 +160,7 @@ class Learner:
         return drafts
 
     def _learn(self, tried: Try, span: SpanRecord, per_row: float, plain: float) -> float:
-        """What a draft was worth, and the seconds that it cost."""
+        """What a draft was worth, whose rows cost ``per_row`` seconds; returns the seconds that it cost."""
         request = tried.request
         drafter = request.known
         trusted = min(tried.trusted, span.drafted)
@@ -173,14 +170,7 @@ class Learner:
             self.news += 1
         if tried.classes:
             drafter.calibration.add(tried.classes, span.path)
-            lucky = float(0 in span.path)
-            request.luck.add(tried.expected, lucky)
-            request.weighed += 1
-            if request.weighed <= TOLD:
-                drafter.luck.add(tried.expected, lucky)
-        cost = drafter.cost.at(tried.asked) + self.own
-        if tried.sent:
-            cost += (per_row + self.costs.per_seen * tried.context) * tried.sent
+        cost = drafter.cost.at(tried.asked) + self.own + per_row * tried.sent
         if tried.probing:
             won = span.accepted * plain
             request.account = min(request.account - cost + won, max(plain, 1.5 * cost))

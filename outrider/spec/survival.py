@@ -19,8 +19,6 @@ SEEKING = 8
 """Rows of which it is counted whether they are there; further ones are there as often as the last of them."""
 TOLD = 12
 """Drafts of a request that the estimate for new requests learns from."""
-LUCK = 2.0
-"""First rows that should be accepted before half is believed of what a request says about the calibration."""
 HEAVY = 1e9
 """The weight of a draft at which all weights are made lighter: they grow with each draft."""
 CONFIDENCE_STEPS = 12
@@ -164,37 +162,24 @@ class Calibration:
         self._keep = 1 - 1 / memory
         self._there = [4.0] * (CONFIDENCE_STEPS + 1)
         self._accepted = [4.0 * i / CONFIDENCE_STEPS for i in range(CONFIDENCE_STEPS + 1)]
-        self._worth = [accepted / 4.0 for accepted in self._accepted]
+        self._chances = [accepted / 4.0 for accepted in self._accepted]
 
-    def chances(self, classes: Sequence[int]) -> list[float]:
-        """The chance of each row to be accepted, by the ``classes_of`` confidence."""
-        return [self._worth[k] for k in classes]
+    def gains(self, classes: Sequence[int], worth: Sequence[float]) -> list[float]:
+        """The tokens that each row should bring, by the ``classes_of`` confidence and by what a right one is ``worth``:
+        as it is likely to be accepted, and never likelier than the rows before it."""
+        gains, least, known = [], 1.0, self._chances
+        for k, most in zip(classes, worth, strict=False):
+            if known[k] < least:
+                least = known[k]
+            gains.append(least * most)
+        return gains
 
     def add(self, classes: Sequence[int], accepted: Collection[int]) -> None:
         """Rows of these classes were verified, and those ``accepted`` were right."""
         for i, k in enumerate(classes):
             there = self._there[k] = self._there[k] * self._keep + 1
             right = self._accepted[k] = self._accepted[k] * self._keep + (i in accepted)
-            self._worth[k] = right / there
-
-
-class Luck:
-    """How many times as often the first row of a draft is accepted as the calibration says: of a request, or of new
-    ones."""
-
-    def __init__(self, memory: float, usual: float = 1.0) -> None:
-        """``usual`` is believed with the weight of ``LUCK`` accepted first rows."""
-        self._rate, self._usual = 1 / memory, usual
-        self._foreseen, self._accepted = LUCK, LUCK * usual
-
-    @property
-    def ratio(self) -> float:
-        return self._accepted / self._foreseen
-
-    def add(self, foreseen: float, accepted: float) -> None:
-        """A draft whose first row was ``foreseen`` to be accepted with this chance, and was or was not (1 or 0)."""
-        self._foreseen += self._rate * (LUCK - self._foreseen) + foreseen
-        self._accepted += self._rate * (LUCK * self._usual - self._accepted) + accepted
+            self._chances[k] = right / there
 
 
 def _lighter(counts: list[float], weight: float) -> list[float]:

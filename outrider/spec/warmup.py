@@ -34,12 +34,12 @@ ROWS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 15, 16, 17, 20, 24, 32, 48, 64)
 CONTEXTS = (64, 1024)
 LONG = ((1, 1), (1, 4), (1, 16), (4, 1), (8, 1), (8, 2))
 """Sequences, and rows of each, that are measured at a long context too: for what it costs by sequence and by row."""
-FORMAT = 4
+FORMAT = 5
 """Of the kept tables; others are measured anew."""
 NARROW = 8
 """Rows that most steps have at most."""
 SINGLES = 2
-"""Passes of one row before each narrow one, from the second round on: most steps have one."""
+"""Passes of one row before each timed one of a short text, from the second round on: most steps have one."""
 ROUNDS = 8
 """Rounds of narrow passes; half as many of wider ones, and three of those with a long context."""
 FEWEST = 4
@@ -86,9 +86,9 @@ def measure(
 
     A pass's figure is the median of its times, in rounds of different order: its neighbours' work disturbs a shared
     machine for some passes in a row, and wide passes, which compute more, more than narrow ones. So it is what such a
-    pass takes mostly; and no more than a pass of more rows. Passes follow each other as steps do: after one of 16 rows
-    the next, whatever its rows, takes up to a fifth longer, because processors that have computed much turn their clock
-    down for a while.
+    pass takes mostly; and no more than a pass of more rows. Passes follow those of one row, as most steps do: after one
+    of 16 rows the next, whatever its rows, takes up to a fifth longer, because processors that have computed much turn
+    their clock down for a while.
     """
     most = min(runner.decoder.config.max_position, slots) - ROWS[-1]
     short, long = (max(1, min(context, most)) for context in CONTEXTS)
@@ -96,19 +96,21 @@ def measure(
     each = [(1, rows, short) for rows in ROWS if short + rows <= slots]
     narrow, wide = [p for p in each if p[1] <= NARROW], [p for p in each if p[1] > NARROW]
     texts = [(n, rows, long) for n, rows in LONG if long > 2 * short and n * _slots(runner, rows, long) <= slots]
-    passes, source = narrow + wide + texts, random.Random(0)
+    passes, source = [(which, 0) for which in narrow + wide + texts], random.Random(0)
     # At first two rounds of each: where time runs out, all were timed twice.
     kinds = [narrow, wide, texts]
     for kind in [*kinds, *[narrow] * (ROUNDS - 2), *[wide] * (ROUNDS // 2 - 2), texts]:
         for which in source.sample(kind, len(kind)):
-            passes += [each[0]] * (SINGLES if kind is narrow else 0)
-            passes.append(which)
+            passes.append((which, 0 if kind is texts else SINGLES))
     times: dict[tuple[int, int, int], list[float]] = {}
     begin = clock()
-    runner.forward(_spans(runner, *passes[0]))  # the first pass of all is slow
-    for i, which in enumerate(passes):
+    runner.forward(_spans(runner, *each[0]))  # the first pass of all is slow
+    for i, (which, singles) in enumerate(passes):
         if clock() - begin > PATIENCE and len(times) >= min(FEWEST, len(each)):
             break
+        for _ in range(singles):
+            runner.forward(_spans(runner, *each[0]))
+        _finish(runner)
         before = clock()
         runner.forward(_spans(runner, *which))
         _finish(runner)

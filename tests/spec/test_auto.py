@@ -16,7 +16,6 @@ from outrider.spec.choice import EVERY
 from outrider.spec.costs import REDRAWN, Costs
 from outrider.spec.goodput import best_budgets
 from outrider.spec.learning import IDLE
-from outrider.spec.survival import classes_of
 from tests.spec.simulator import Simulator, cpu_pass, table_of
 
 OTHER = 0.12e-3
@@ -191,23 +190,6 @@ def test_what_a_row_must_bring_follows_what_it_costs() -> None:
     controller.costs.corrections[1:] = [20.0] * (len(controller.costs.corrections) - 1)
     controller.costs._age, controller._age = REDRAWN, AGED
     assert kept() == 0
-
-
-def test_luck_is_measured_by_the_calibration_itself() -> None:
-    """A chance times luck is cut off at 1; were that what is expected, luck would confirm itself and never fade."""
-    controller = auto()
-    seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
-    span = Span(seq, 63, 1, 4)
-    controller.budgets([span], 99)
-    request = controller._learner.requests[0]
-    request.luck.add(0.0, 30.0)
-    assert request.luck.ratio > 3
-    span.budget, span.draft = 3, Draft.chain([1, 2, 3]).sure((0.9, 1.0, 0.7))
-    assert controller.trim([span]) == [3]
-    first = request.known.calibration.chances(classes_of((0.9,)))[0]
-    assert controller._tries[0].expected == pytest.approx(first), (
-        "rows of one draft are right together: the first one tells"
-    )
 
 
 def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:

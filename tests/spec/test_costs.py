@@ -153,7 +153,7 @@ def test_measuring_takes_every_number_of_rows_and_stops_in_time(toy: tuple[objec
     assert slow.rows == warmup.ROWS[: warmup.FEWEST], "a slow model is measured at few numbers of rows"
 
 
-def test_narrow_passes_are_timed_among_those_of_one_row_as_steps_come(toy: tuple[object, Runner]) -> None:
+def test_passes_are_timed_among_those_of_one_row_as_steps_come(toy: tuple[object, Runner]) -> None:
     """On a processor whose clock goes down with the rows of the passes before."""
     _, runner = toy
     now, heat = [0.0], [0.0]
@@ -169,6 +169,9 @@ def test_narrow_passes_are_timed_among_those_of_one_row_as_steps_come(toy: tuple
     for rows in (1, 4, 8):
         told = costs.forward(rows, context, rows * context)
         assert told == pytest.approx(1e-4 * (8 + rows) * (1 + 0.02 * 2), rel=0.03)
+    for rows in (10, 12, 16, 24):
+        told = costs.forward(rows, context, rows * context)
+        assert told == pytest.approx(1e-4 * (8 + rows) * (1 + 0.02 * 2), rel=0.15), "after a wide one 1.4 times as much"
 
 
 @pytest.mark.parametrize("seconds", [1e-3, 4e-3, 1e-2])

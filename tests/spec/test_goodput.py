@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Callable, Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from outrider.spec.goodput import Wish, best_budgets, prices, worthwhile
+from outrider.spec.goodput import Wish, best_budgets, prices, worths, worthwhile
 
 
 def drawn(seconds: Callable[[float], float]) -> list[float]:
@@ -198,3 +199,50 @@ def test_good_steps_take_the_rows_that_poor_ones_refuse_only_at_the_rate_of_all(
     own = tuple(best_budgets([Wish(c, [1.0] * len(c))], 1, 1, times, 9).budgets[0] for c in (good, poor))
     assert own == (4, 1)
     assert rate_of(own) < rate_of(best)
+
+
+@given(jumps, st.integers(1, 6), st.floats(0, 1), st.floats(0, 0.2), st.floats(0.1, 4))
+@settings(max_examples=200, deadline=None, derandomize=True, database=None)
+def test_a_row_is_worth_a_token_at_most_and_never_more_than_the_one_before(
+    steps: list[float], sequences: int, fixed: float, row: float, rate: float
+) -> None:
+    worth = worths(20, sequences, [1.0, *itertools.accumulate(steps, initial=1.0)], fixed, row, rate)
+    assert len(worth) == 20
+    assert 0 <= min(worth) <= max(worth) <= 1
+    assert sorted(worth, reverse=True) == worth
+
+
+def test_a_row_is_worth_less_where_the_next_step_would_come_to_it_soon() -> None:
+    linear = drawn(float)
+    assert worths(8, 1, linear, 0.0, 0.0, 1.0) == pytest.approx([1.0] * 8), "no step takes less time a token"
+    assert worths(2, 1, FLAT, 0.0, 0.0, 1.0) == pytest.approx([1 - 1 / 4 * (1 - 1 / 2), 1 - 2 / 5 * (1 - 1 / 3)])
+    assert worths(2, 2, FLAT, 0.0, 0.0, 2.0) == pytest.approx(worths(2, 1, FLAT, 0.0, 0.0, 1.0)), "of two, as of one"
+    assert worths(1, 1, FLAT, 0.2, 0.1, 1.0) == pytest.approx([1 - 1 / 4 * (1 - 1.2 / 2 - 0.1)])
+
+
+def speed_of(worth: Sequence[float], times: Sequence[float], rate: float, tokens: int = 60_000) -> float:
+    """Tokens a second over a text of easy stretches and hard ones, each token of which a drafter foresees with a chance
+    that it knows."""
+    source = random.Random(1)
+    chance: list[float] = []
+    while len(chance) < tokens + 20:
+        chance += [0.92] * source.randrange(1, 40) + [0.15] * source.randrange(1, 40)
+    right = [source.random() < c for c in chance]
+    at, seconds = 0, 0.0
+    price = prices(1, times, rate)
+    while at < tokens:
+        ahead = list(itertools.accumulate(chance[at : at + 16], lambda a, b: a * b))
+        (kept,) = worthwhile([[c * w for c, w in zip(ahead, worth, strict=False)]], [0.0], price)
+        accepted = next((i for i in range(kept) if not right[at + i]), kept)
+        seconds += times[1 + kept]
+        at += accepted + 1
+    return at / seconds
+
+
+def test_what_a_row_is_worth_makes_text_with_easy_stretches_faster() -> None:
+    """As against a token for every right row."""
+    times = [1.0 + 0.2 * (rows - 1) for rows in range(40)]
+    rate = 1.0
+    for _ in range(5):  # until it is the rate of all steps
+        rate = speed_of([1.0] * 16, times, rate)
+    assert speed_of(worths(16, 1, times, 0.0, 0.0, rate), times, rate) > 1.01 * rate

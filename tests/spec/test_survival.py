@@ -15,7 +15,6 @@ from outrider.spec.survival import (
     TOLD,
     Calibration,
     Counts,
-    Luck,
     Survival,
     classes_of,
 )
@@ -65,21 +64,6 @@ def test_a_request_that_gave_up_counts_as_much_for_new_ones_as_one_that_did_not(
         feed(Survival(100, 3, drafter), 0.9, 1.0, 400, 1, seed)
         feed(Survival(100, 3, drafter), 0.0, 1.0, TOLD, 1, seed)
     assert drafter.estimate(1)[0][0] == pytest.approx(0.45, abs=0.1)
-
-
-def test_luck_is_how_often_a_request_is_right_where_the_drafter_usually_is() -> None:
-    luck = Luck(memory=33)
-    assert luck.ratio == 1.0
-    for _ in range(30):
-        luck.add(1.2, 0)
-    assert luck.ratio < 0.1
-    for _ in range(200):
-        luck.add(1.2, 1.8)
-    assert luck.ratio == pytest.approx(1.5, rel=0.1)
-    new = Luck(memory=33, usual=luck.ratio)
-    assert new.ratio == pytest.approx(luck.ratio)
-    new.add(2.0, 0)
-    assert new.ratio == pytest.approx(luck.ratio / 2)
 
 
 def test_what_is_hardly_ever_accepted_is_not_to_be_asked_for() -> None:
@@ -154,6 +138,11 @@ def test_confidence_is_weighed_by_what_came_of_it() -> None:
     for _ in range(2000):
         right = [i for i, chance in enumerate((0.2, 0.8)) if source.random() < chance]
         calibration.add(classes_of((0.9, 0.3)), right)
-    assert calibration.chances(classes_of((0.9, 0.3))) == pytest.approx([0.2, 0.8], abs=0.08)
+    gains = [calibration.gains(classes_of((sure,)), (1.0,))[0] for sure in (0.9, 0.3)]
+    assert gains == pytest.approx([0.2, 0.8], abs=0.08)
     assert classes_of((-0.5, 1.5, 1e308, -1e308)) == [0, CONFIDENCE_STEPS, CONFIDENCE_STEPS, 0]
-    assert calibration.chances(classes_of((1.0, 0.0))) == pytest.approx([1.0, 0.0]), "others stay as they were"
+    assert calibration.gains(classes_of((1.0, 0.0)), (1.0, 1.0)) == pytest.approx([1.0, 0.0]), (
+        "others stay as they were"
+    )
+    both = calibration.gains(classes_of((0.9, 0.3)), (0.5, 0.5))
+    assert both == pytest.approx([gains[0] / 2] * 2), "a row is no likelier than the ones before it"
