@@ -35,9 +35,13 @@ TRIAL = 6
 """Every so many drafts a probe may carry a row that does not pay."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
-DOUBT = 0.5
-"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind. Twice as many
-where a drafter says how sure it is: ``trim`` refuses what is unlikely."""
+DOUBT, SURE_DOUBT = 0.5, 2.0
+"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind. And so many
+in favour of going on where a drafter says how sure it is: ``trim`` refuses what is unlikely."""
+USUAL = 10
+"""Rows that drafts have together at most, most often: by which more are weighed is worked out where there are more."""
+WIDE = 64
+"""Rows of a pass of which more cost about as much a row."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
 
@@ -219,7 +223,7 @@ class AutoLength(DraftController):
         rows = ends + certain - wished
         terms = self._terms
         if terms is None or terms.ends != ends or terms.rows != rows or len(terms.prices) < wished + 2:
-            terms = self._terms = self._new_terms(spans, ends, rows, rows + wished + 2)
+            terms = self._terms = self._new_terms(spans, ends, rows, max(wished, USUAL) + 2)
         gains: list[list[float]] = []
         costs: list[float] = []
         for i, tried in weighed:
@@ -240,13 +244,15 @@ class AutoLength(DraftController):
                 tried.classes = tried.classes[:kept]
 
     def _new_terms(self, spans: Sequence[Span], ends: int, rows: int, most: int) -> Terms:
-        """By which rows are weighed in a pass of up to ``most``. They stand until something is decided."""
-        seconds = self.costs.curve(max(most, self.longest + rows + 2))
+        """By which up to ``most`` rows are weighed. They stand until something is decided."""
+        seconds = self.costs.curve(max(rows + most, min(ends * (most + 1), WIDE)))
         read = sum([len(span.seq.tokens) for span in spans if span.reaches_end])
         rate = max(1.0, self._learner.speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
         row = self.costs.per_seen * read / ends
-        worth = worths(self.longest, ends, seconds, self.costs.context(read, 0), row, rate)
-        return Terms(ends, rows, prices(rows, seconds, rate), worth, rate * self.costs.per_seen, rate)
+        worth = worths(most, ends, seconds, self.costs.context(read, 0), row, rate)
+        return Terms(
+            ends, rows, prices(rows, seconds[: rows + most + 1], rate), worth, rate * self.costs.per_seen, rate
+        )
 
     def observe(self, record: StepRecord) -> None:
         self._learner.add(Step(record, self._tries, self._contexts, self._learner.token_seconds), self._at_once)
@@ -270,7 +276,7 @@ class AutoLength(DraftController):
         else:
             doubt = 0.0 if request.on is None else -DOUBT / math.sqrt(2 * MEMORY)
             if request.on:
-                doubt = DOUBT * (1 + drafter.sure) / math.sqrt(PULL + request.survival.known)
+                doubt = (SURE_DOUBT if drafter.sure else DOUBT) / math.sqrt(PULL + request.survival.known)
             chances, least = [], 1.0
             for s in survival[:depth]:
                 if not s:
