@@ -192,6 +192,20 @@ def test_what_a_row_must_bring_follows_what_it_costs() -> None:
     assert kept() == 0
 
 
+def test_the_last_rows_of_a_long_draft_are_left_to_the_next_step() -> None:
+    """Each row alone is worth its time; but where so many are right the next step is a good one too."""
+    controller = auto()
+    seq = Sequence(0, [1] * 64, 64, SamplingParams(temperature=0), SpecParams(drafter="look"), seed=0)
+    kept = {}
+    for rows in (4, 12):
+        span = Span(seq, 63, 1, rows)
+        controller.budgets([span], 99)
+        span.budget, span.draft = rows, Draft.chain([1] * rows).sure([0.25] * rows)
+        (kept[rows],) = controller.trim([span])
+    assert kept[4] == 4
+    assert 4 < kept[12] < 12
+
+
 def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:
     controller = auto()
     seq = Sequence(0, [1] * 64, 64, SamplingParams(), SpecParams(drafter="model"), seed=0)
@@ -277,6 +291,25 @@ def test_whoever_asks_is_told_of_every_step_although_it_learns_from_several_at_o
         run.step()
         waited += len(controller._learner._waiting) > 1
     assert waited > 20
+
+
+def asked(sure: bool) -> float:
+    """The share of the steps of 30 short requests in which a look-up that pays is asked for a draft."""
+    controller, budgets = auto(), []
+    for number in range(30):
+        run = Simulator(
+            controller, lambda _: 0.5, presence=lambda _: 0.5, look_up=0.06e-3, sure=sure, first_id=number, seed=number
+        )
+        for _ in range(70):
+            run.step()
+        budgets += [budget for _, (budget,) in run.budgets]
+    return sum(budget > 0 for budget in budgets) / len(budgets)
+
+
+def test_a_few_unlucky_drafts_do_not_stop_a_drafter_that_says_how_sure_it_is() -> None:
+    """What it is not sure of is refused, so that going on costs little; any other is stopped sooner."""
+    assert asked(sure=True) > 0.98
+    assert asked(sure=False) < 0.95
 
 
 def one_request(controller: AutoLength, number: int, right: float, found: float, steps: int = 100) -> float:
