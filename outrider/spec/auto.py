@@ -35,13 +35,12 @@ TRIAL = 6
 """Every so many drafts a probe may carry a row that does not pay."""
 LEAP = 4
 """Rows that a draft may have, and two more for each row of the longest one so far."""
-DOUBT, SURE_DOUBT = 0.5, 2.0
-"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind. And so many
-in favour of going on where a drafter says how sure it is: ``trim`` refuses what is unlikely."""
-USUAL = 10
-"""Rows that drafts have together at most, most often: by which more are weighed is worked out where there are more."""
-WIDE = 64
-"""Rows of a pass of which more cost about as much a row."""
+DOUBT = 0.5
+"""So many standard errors are in favour of what a request is doing: noise alone does not change its mind."""
+SURE_DOUBT = 2.0
+"""So many are in favour of going on where a drafter says how sure it is: ``trim`` refuses what is unlikely."""
+USUAL = 12
+"""Terms are worked out for so many rows of drafts, and for more where there are more."""
 AGED = 32
 """Steps after which everything is decided anew: texts have grown, and the machine may be another."""
 
@@ -52,16 +51,14 @@ JOINS = Draft.nothing("its prompt was only just read")
 
 
 class Terms(NamedTuple):
-    """By which drafts are weighed, in a pass of ``rows`` without them of which ``ends`` yield a token: the tokens that
-    each further row must bring, those that a right one is worth by its place in its draft, those that a token of
-    context costs a row, and those that a second is worth."""
+    """By which drafts are weighed, in tokens. Nothing is known here of the rows of prompts."""
 
-    ends: int
-    rows: int
-    prices: Sequence[float]
-    worth: Sequence[float]
-    per_seen: float
-    rate: float
+    ends: int  # sequences that the pass yields a token for
+    rows: int  # theirs, with draft rows that are not weighed
+    prices: Sequence[float]  # what each further row must bring
+    worth: Sequence[float]  # what a right row is worth by its place in its draft
+    per_seen: float  # what a row costs for each token of context that it sees
+    rate: float  # what a second is worth
 
 
 class AutoLength(DraftController):
@@ -108,6 +105,7 @@ class AutoLength(DraftController):
             self._decide(spans, ids, rows)
         elif ids != self._ids:
             self._running, self._ids = [self._learner.request(span.seq) for span in spans], ids
+            self._terms = None
         self._age += 1
         budgets: list[int] = []
         left = rows
@@ -223,7 +221,7 @@ class AutoLength(DraftController):
         rows = ends + certain - wished
         terms = self._terms
         if terms is None or terms.ends != ends or terms.rows != rows or len(terms.prices) < wished + 2:
-            terms = self._terms = self._new_terms(spans, ends, rows, max(wished, USUAL) + 2)
+            terms = self._terms = self._new_terms(spans, ends, rows, max(wished + 2, USUAL))
         gains: list[list[float]] = []
         costs: list[float] = []
         for i, tried in weighed:
@@ -245,7 +243,7 @@ class AutoLength(DraftController):
 
     def _new_terms(self, spans: Sequence[Span], ends: int, rows: int, most: int) -> Terms:
         """By which up to ``most`` rows are weighed. They stand until something is decided."""
-        seconds = self.costs.curve(max(rows + most, min(ends * (most + 1), WIDE)))
+        seconds = self.costs.curve(max(rows + most, ends * (most + 1)))
         read = sum([len(span.seq.tokens) for span in spans if span.reaches_end])
         rate = max(1.0, self._learner.speed.ratio) * ends / (seconds[ends] + self.costs.context(read, read))
         row = self.costs.per_seen * read / ends

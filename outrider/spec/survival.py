@@ -168,10 +168,10 @@ class Calibration:
         """The tokens that each row should bring, by the ``classes_of`` confidence and by what a right one is ``worth``:
         as it is likely to be accepted, and never likelier than the rows before it."""
         gains, least, known = [], 1.0, self._chances
-        for k, most in zip(classes, worth, strict=False):
+        for k, tokens in zip(classes, worth, strict=False):
             if known[k] < least:
                 least = known[k]
-            gains.append(least * most)
+            gains.append(least * tokens)
         return gains
 
     def add(self, classes: Sequence[int], accepted: Collection[int]) -> None:

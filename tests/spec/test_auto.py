@@ -11,10 +11,10 @@ from outrider.core.dist import Dist
 from outrider.core.draft import Draft
 from outrider.core.params import SamplingParams, SpecParams
 from outrider.core.types import Sequence, Span, SpanRecord, StepRecord, StepTimes
-from outrider.spec.auto import AGED, TOO_BUSY, TOO_LITTLE, AutoLength
+from outrider.spec.auto import AGED, TOO_BUSY, TOO_LITTLE, AutoLength, Terms
 from outrider.spec.choice import EVERY
 from outrider.spec.costs import REDRAWN, Costs
-from outrider.spec.goodput import best_budgets
+from outrider.spec.goodput import best_budgets, worths
 from outrider.spec.learning import IDLE
 from tests.spec.simulator import Simulator, cpu_pass, table_of
 
@@ -206,6 +206,30 @@ def test_the_last_rows_of_a_long_draft_are_left_to_the_next_step() -> None:
     assert 4 < kept[12] < 12
 
 
+def test_rows_are_weighed_by_the_sequences_that_are_there() -> None:
+    controller = auto()
+    spec = SpecParams(drafter="look")
+    seqs = [Sequence(i, [1] * 64, 64, SamplingParams(temperature=0), spec, seed=0) for i in range(41)]
+
+    def terms(running: list[Sequence]) -> Terms | None:
+        spans = [Span(seq, 63, 1, 4) for seq in running]
+        controller.budgets(spans, 999)
+        for span in spans:
+            span.budget, span.draft = 4, Draft.chain([1] * 4).sure([0.9] * 4)
+        stands = controller._terms
+        controller.trim(spans)
+        assert controller._terms is not None
+        n = len(running)
+        seconds = [0.0, *map(cpu_pass, range(1, 60 * n))]
+        assert controller._terms.worth[:4] == pytest.approx(worths(4, n, seconds, 0.0, 0.0, n / cpu_pass(n)), rel=0.1)
+        return stands
+
+    assert terms(seqs[:40]) is None
+    assert terms(seqs[:40]) is not None, "they are worked out once"
+    assert terms(seqs[1:]) is None, "one of many is no reason to decide anew, but others are there"
+    assert terms(seqs[:2]) is None
+
+
 def test_drawn_tokens_are_never_cut_by_their_confidence() -> None:
     controller = auto()
     seq = Sequence(0, [1] * 64, 64, SamplingParams(), SpecParams(drafter="model"), seed=0)
@@ -293,7 +317,7 @@ def test_whoever_asks_is_told_of_every_step_although_it_learns_from_several_at_o
     assert waited > 20
 
 
-def asked(sure: bool) -> float:
+def share_asked(sure: bool) -> float:
     """The share of the steps of 30 short requests in which a look-up that pays is asked for a draft."""
     controller, budgets = auto(), []
     for number in range(30):
@@ -308,8 +332,8 @@ def asked(sure: bool) -> float:
 
 def test_a_few_unlucky_drafts_do_not_stop_a_drafter_that_says_how_sure_it_is() -> None:
     """What it is not sure of is refused, so that going on costs little; any other is stopped sooner."""
-    assert asked(sure=True) > 0.98
-    assert asked(sure=False) < 0.95
+    assert share_asked(sure=True) > 0.98
+    assert share_asked(sure=False) < 0.95
 
 
 def one_request(controller: AutoLength, number: int, right: float, found: float, steps: int = 100) -> float:

@@ -206,7 +206,7 @@ def test_good_steps_take_the_rows_that_poor_ones_refuse_only_at_the_rate_of_all(
 def test_a_row_is_worth_a_token_at_most_and_never_more_than_the_one_before(
     steps: list[float], sequences: int, fixed: float, row: float, rate: float
 ) -> None:
-    worth = worths(20, sequences, [1.0, *itertools.accumulate(steps, initial=1.0)], fixed, row, rate)
+    worth = worths(20, sequences, [1.0, *itertools.accumulate(steps * 10, initial=1.0)], fixed, row, rate)
     assert len(worth) == 20
     assert 0 <= min(worth) <= max(worth) <= 1
     assert sorted(worth, reverse=True) == worth
@@ -217,6 +217,10 @@ def test_a_row_is_worth_less_where_the_next_step_would_come_to_it_soon() -> None
     assert worths(8, 1, linear, 0.0, 0.0, 1.0) == pytest.approx([1.0] * 8), "no step takes less time a token"
     assert worths(2, 1, FLAT, 0.0, 0.0, 1.0) == pytest.approx([1 - 1 / 4 * (1 - 1 / 2), 1 - 2 / 5 * (1 - 1 / 3)])
     assert worths(2, 2, FLAT, 0.0, 0.0, 2.0) == pytest.approx(worths(2, 1, FLAT, 0.0, 0.0, 1.0)), "of two, as of one"
+    busy = worths(2, 8, drawn(lambda rows: 1.0 + 0.1 * rows), 4.0, 0.0, 1.0)
+    assert busy == pytest.approx([1 - 1 / 4 * (1 - 6.6 / 16), 1 - 2 / 5 * (1 - 7.4 / 24)]), (
+        "all KV is read once for all"
+    )
     assert worths(1, 1, FLAT, 0.2, 0.1, 1.0) == pytest.approx([1 - 1 / 4 * (1 - 1.2 / 2 - 0.1)])
 
 
