@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,13 @@ class Grammar:
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
             hint = nearest(str(self.kind), KINDS)
-            raise SettingError(f"{self.where} has the kind {self.kind!r}; allowed is one of {', '.join(KINDS)}{hint}")
+            allowed = f"one of {', '.join(KINDS)}{hint}"
+            raise SettingError(f"{self.where} has the kind {self.kind!r}; allowed is {allowed}", self.where)
         if not isinstance(self.text, str):
             raise self._refused("a text")
         if len(self.text) > MAX_GRAMMAR:
-            raise SettingError(f"{self.where} has {len(self.text)} characters; allowed are {MAX_GRAMMAR}")
+            said = f"{self.where} has {len(self.text)} characters; allowed are {MAX_GRAMMAR}"
+            raise SettingError(said, self.where)
         if self.kind == "json_object" and self.text:
             raise self._refused("no text, as any JSON object will do")
         if self.kind == "json_schema" and not isinstance(self._json(), (dict, bool)):
@@ -70,7 +72,7 @@ class Grammar:
             raise self._refused("valid JSON") from None
 
     def _refused(self, allowed: str) -> SettingError:
-        return SettingError(f"{self.where} is {_shown(self.text)}; allowed is {allowed}")
+        return _wrong(self.where, self.text, allowed)
 
 
 def grammar_of(response_format: object = None, guided: Mapping[str, Any] | None = None) -> Grammar | None:
@@ -79,45 +81,54 @@ def grammar_of(response_format: object = None, guided: Mapping[str, Any] | None 
     Fields that are None are left out. Raises SettingError, which names the field, for a wrong value, an unknown field
     and for more than one grammar.
     """
-    found = [_guided(name, value) for name, value in (guided or {}).items() if value is not None]
-    named = _response_format(response_format)
-    found += [named] if named is not None else []
-    if len(found) > 1:
-        names = " and ".join(grammar.where.partition(".")[0] for grammar in found)
-        raise SettingError(f"the request has {names}; allowed is one of them")
-    return found[0] if found else None
+    found: list[Grammar | None] = []
+    for name, value in (guided or {}).items():
+        if name not in GUIDED:
+            allowed = f"one of {', '.join(GUIDED)}{nearest(name, GUIDED)}"
+            raise SettingError(f"{name} is unknown; allowed is {allowed}", name)
+        found.append(stated(GUIDED[name], value, name))
+    return the_only([*found, _response_format(response_format)])
 
 
-def _guided(name: str, value: object) -> Grammar:
-    if name not in GUIDED:
-        raise SettingError(f"{name} is unknown; allowed is one of {', '.join(GUIDED)}{nearest(name, GUIDED)}")
-    if GUIDED[name] == "json_schema":
-        return Grammar("json_schema", value if isinstance(value, str) else _dumped(value, name), name)
-    if GUIDED[name] == "choice":
-        return Grammar("choice", _dumped(value, name), name)
+def stated(kind: str, value: object, where: str) -> Grammar | None:
+    """The grammar that ``value`` states in the field ``where``, None being none: a schema as an object or as JSON, the
+    texts of a choice as a list, anything else as a text. Raises SettingError, which names the field."""
+    if value is None:
+        return None
+    if kind == "choice" or (kind == "json_schema" and not isinstance(value, str)):
+        return Grammar(kind, _dumped(value, where), where)
     if not isinstance(value, str):
-        raise SettingError(f"{name} is {_shown(value)}; allowed is a text")
-    return Grammar(GUIDED[name], value, name)
+        raise _wrong(where, value, "a text")
+    return Grammar(kind, value, where)
+
+
+def the_only(grammars: Iterable[Grammar | None]) -> Grammar | None:
+    """The one that is not None. Raises SettingError, which names the last field, if there are several."""
+    found = [grammar for grammar in grammars if grammar is not None]
+    if len(found) > 1:
+        names = " and ".join(grammar.where for grammar in found)
+        raise SettingError(f"the request has {names}; allowed is one of them", found[-1].where)
+    return found[0] if found else None
 
 
 def _response_format(value: object) -> Grammar | None:
     if value is None:
         return None
     if not isinstance(value, Mapping):
-        raise SettingError(f"response_format is {_shown(value)}; allowed is an object with a type")
+        raise _wrong("response_format", value, "an object with a type")
     kind = value.get("type")
     if kind not in _FORMATS:
-        raise SettingError(f"response_format.type is {_shown(kind)}; allowed is one of {', '.join(_FORMATS)}")
+        raise _wrong("response_format.type", kind, f"one of {', '.join(_FORMATS)}")
     if kind == "text":
         return None
     if kind == "json_object":
         return Grammar("json_object", where="response_format")
     named = value.get("json_schema")
     if not isinstance(named, Mapping):
-        raise SettingError(f"response_format.json_schema is {_shown(named)}; allowed is an object with a schema")
+        raise _wrong("response_format.json_schema", named, "an object with a schema")
     schema, where = named.get("schema"), "response_format.json_schema.schema"
     if not isinstance(schema, (Mapping, bool)):
-        raise SettingError(f"{where} is {_shown(schema)}; allowed is a JSON schema (an object)")
+        raise _wrong(where, schema, "a JSON schema (an object)")
     return Grammar.schema(schema, where)
 
 
@@ -130,7 +141,11 @@ def _dumped(value: object, where: str) -> str:
     try:
         return json.dumps(value)
     except (TypeError, ValueError, RecursionError):
-        raise SettingError(f"{where} is {_shown(value)}; allowed is what JSON can express") from None
+        raise _wrong(where, value, "what JSON can express") from None
+
+
+def _wrong(where: str, value: object, allowed: str) -> SettingError:
+    return SettingError(f"{where} is {_shown(value)}; allowed is {allowed}", where)
 
 
 def _shown(value: object) -> str:

@@ -118,7 +118,8 @@ class SamplingParams:
         g = self.grammar
         _require(g is None or isinstance(g, Grammar), "grammar", g, "a Grammar, or None")
         if g is not None and self.ignore_eos:
-            raise SettingError(f"ignore_eos is true with {g.where}; allowed is false, as the grammar says where to end")
+            said = f"ignore_eos is true with {g.where}; allowed is false, as the grammar says where to end"
+            raise SettingError(said, "ignore_eos")
         s = self.seed
         _require(
             s is None or (_whole(s) and 0 <= s < 2**63),

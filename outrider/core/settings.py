@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
@@ -81,6 +82,8 @@ def check_settings(obj: Any) -> None:
         number = typing.cast(float, value)
         if (low is not None and not number >= low) or (high is not None and not number <= high):
             raise SettingError(f"{f.name} is {value!r}; allowed is {bounds.allowed}")
+        if kind is float and not -math.inf < number < math.inf:
+            raise SettingError(f"{f.name} is {value!r}; allowed is a finite number")
 
 
 _KIND_NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}

@@ -100,7 +100,8 @@ class Sampler:
             top = int(z.argmax())  # the first of equals; a NaN counts as the greatest, so the next lines see it
         peak = float(z[top])
         if not math.isfinite(peak):
-            raise _no_choice(peak, f" at output position {history.n_output(path)}" if self.needs_history else "")
+            place = f" at output position {history.n_output(path)}" if self.needs_history else ""
+            raise self._no_choice(peak, place, bool(np.isfinite(logits[: self.n_tokens].max())))
         return Dist.point(top) if self._greedy else self._draw_from(z, peak, own=shapes)
 
     def _draw_from(self, z: NDArray[np.floating], peak: float, own: bool) -> Dist:
@@ -129,6 +130,32 @@ class Sampler:
         weights *= 1.0 / weights.sum()
         return Dist(all_ids(len(z)) if ids is None else ids, weights)
 
+    def _no_choice(self, peak: float, place: str, ruled: bool) -> SettingError:
+        """What to say where ``peak`` is not finite. Of sound logits it is ``ruled`` so by a setting: the error names
+        the first that may be at fault."""
+        params = self.params
+        rules: dict[str, object] = {"logit_bias": params.logit_bias, "processors": params.processors}
+        if peak == -math.inf:
+            rules = {
+                "allowed_token_ids": params.allowed_token_ids,
+                "banned_token_ids": params.banned_token_ids,
+                **rules,
+            }
+            rules["min_tokens"] = params.min_tokens
+            if params.grammar is not None:
+                rules[params.grammar.where] = True
+            said = (
+                f"no token is left to draw{place}: allowed_token_ids, banned_token_ids, logit_bias, "
+                "min_tokens, processors and grammar together must leave at least one"
+            )
+        else:
+            rules["repetition_penalty"] = params.repetition_penalty != 1.0
+            said = f"the logits{place} hold {peak}; allowed are finite numbers and -inf"
+        given = [name for name, rule in rules.items() if rule] if ruled else []
+        if given and peak != -math.inf:
+            said += f"; the model's own are, before {' and '.join(given)}"
+        return SettingError(said, given[0] if given else None)
+
     def _near(self, z: NDArray[np.floating], peak: float) -> NDArray[np.int64]:
         """Where ``z`` is at the floor, or a trifle below: compared as it comes, so that only few need be widened."""
         depth = self._floor / self._inverse
@@ -152,16 +179,17 @@ class Sampler:
         z[self.n_tokens :] = -np.inf
         if self._forbidden is not None:
             np.copyto(z, -np.inf, where=self._forbidden)
-        z[self._bias_ids] += self._bias
-        if history.n_output(path) < params.min_tokens:
-            z[self._endings] = -np.inf
-        penalty, often, once = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
-        if penalty != 1.0 or often or once:
-            ids, times = history.counts(path)
-            values = z[ids]
-            if penalty != 1.0:
-                values = np.where(values > 0, values / penalty, values * penalty)
-            z[ids] = values - np.where(times > 0, often * times + once, 0.0)
+        with np.errstate(over="ignore"):  # whoever draws finds out
+            z[self._bias_ids] += self._bias
+            if history.n_output(path) < params.min_tokens:
+                z[self._endings] = -np.inf
+            penalty, often, once = params.repetition_penalty, params.frequency_penalty, params.presence_penalty
+            if penalty != 1.0 or often or once:
+                ids, times = history.counts(path)
+                values = z[ids]
+                if penalty != 1.0:
+                    values = np.where(values > 0, values / penalty, values * penalty)
+                z[ids] = values - np.where(times > 0, often * times + once, 0.0)
         prompt, output = (history.prompt, history.output(path)) if params.processors else ([], [])
         for i, processor in enumerate(params.processors):
             shaped = processor(prompt, output, z)
@@ -182,12 +210,3 @@ def _narrow(
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The ids and values at the places ``at``; ``ids`` None stands for all tokens, which saves writing them out."""
     return at if ids is None else ids[at], values[at]
-
-
-def _no_choice(peak: float, place: str) -> SettingError:
-    if peak == -math.inf:
-        return SettingError(
-            f"no token is left to draw{place}: allowed_token_ids, banned_token_ids, logit_bias, "
-            "min_tokens, processors and grammar together must leave at least one"
-        )
-    return SettingError(f"the logits{place} hold {peak}; allowed are finite numbers and -inf")

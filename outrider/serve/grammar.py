@@ -7,38 +7,30 @@ from collections.abc import Sequence
 from typing import Any
 
 from outrider.core.errors import SettingError, nearest
-from outrider.core.grammar import GUIDED, Grammar, grammar_of
+from outrider.core.grammar import GUIDED, Grammar, grammar_of, stated, the_only
 from outrider.serve.errors import bad_field
 from outrider.serve.schemas import ANY_TOOLS, MUST_CALL, NO_TOOLS, ChatRequest, Sampling, Tool
 
-_STRUCTURED = {"json": "guided_json", "regex": "guided_regex", "choice": "guided_choice", "grammar": "guided_grammar"}
-"""The keys of vLLM's ``structured_outputs``, which took the place of its ``guided_*`` fields."""
+_STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice", "grammar": "lark"}
+"""The keys of vLLM's ``structured_outputs``, which took the place of ``guided_*``, and the kinds they hold."""
 
 
 def asked_grammar(request: Sampling) -> Grammar | None:
-    """The grammar that the answer must follow; None for free text. Raises ApiError, naming the field."""
-    try:
-        said = grammar_of(request.response_format, {name: getattr(request, name) for name in GUIDED})
-        structured = _structured(request.structured_outputs)
-    except SettingError as error:
-        raise bad_field(str(error).split()[0], str(error)) from None
+    """The grammar that the answer must follow; None for free text. Raises SettingError or ApiError for a bad field."""
+    said = grammar_of(request.response_format, {name: getattr(request, name) for name in GUIDED})
     called = _tool_call(request) if isinstance(request, ChatRequest) else None
-    given = [grammar for grammar in (said, structured, called) if grammar is not None]
-    if len(given) > 1:
-        names = " and ".join(grammar.where.partition(".")[0] for grammar in given)
-        raise bad_field(given[-1].where, f"the request has {names}; allowed is one of them")
-    return given[0] if given else None
+    return the_only([said, *_structured(request.structured_outputs or {}), called])
 
 
-def _structured(given: dict[str, Any] | None) -> Grammar | None:
-    """Raises SettingError for a key that is not known."""
-    for key in given or {}:
+def _structured(given: dict[str, Any]) -> list[Grammar | None]:
+    grammars = []
+    for key, value in given.items():
+        where = f"structured_outputs.{key}"
         if key not in _STRUCTURED:
-            allowed = ", ".join(_STRUCTURED)
-            raise SettingError(
-                f"structured_outputs.{key} is unknown; allowed is one of {allowed}{nearest(key, _STRUCTURED)}"
-            )
-    return grammar_of(None, {_STRUCTURED[key]: value for key, value in (given or {}).items()})
+            allowed = f"one of {', '.join(_STRUCTURED)}{nearest(key, _STRUCTURED)}"
+            raise SettingError(f"{where} is unknown; allowed is {allowed}", where)
+        grammars.append(stated(_STRUCTURED[key], value, where))
+    return grammars
 
 
 def _tool_call(request: ChatRequest) -> Grammar | None:
@@ -57,13 +49,21 @@ def _tool_call(request: ChatRequest) -> Grammar | None:
 
 
 def _call_grammar(tools: Sequence[Tool]) -> str:
-    """One call in the form that ``serve.tools`` reads."""
-    calls = []
-    for tool in tools:
-        arguments = tool.function.parameters or {"type": "object"}
-        properties = {"name": {"const": tool.function.name}, "arguments": arguments}
-        schema = {"type": "object", "properties": properties, "required": ["name", "arguments"]}
-        calls.append(json.dumps({**schema, "additionalProperties": False}))
-    names = " | ".join(f"call_{i}" for i in range(len(calls)))
-    rules = "\n".join(f"call_{i}: %json {schema}" for i, schema in enumerate(calls))
-    return f'start: "<tool_call>\\n" call "\\n</tool_call>"\ncall: {names}\n{rules}\n'
+    """One call in the form that ``serve.tools`` reads. Each schema stands alone, as it may refer to its own parts."""
+    names = " | ".join(f"call_{i}" for i in range(len(tools)))
+    rules = [f'start: "<tool_call>\\n" ({names}) "\\n</tool_call>"']
+    for i, tool in enumerate(tools):
+        begin = json.dumps(f'{{"name": {json.dumps(tool.function.name)}, "arguments": ')
+        schema = json.dumps(_arguments(tool))
+        rules.append(f'call_{i}: {begin} arguments_{i} "}}"\narguments_{i}: %json {schema}')
+    return "\n".join(rules) + "\n"
+
+
+def _arguments(tool: Tool) -> dict[str, Any]:
+    """The schema of a tool's arguments, which are an object even where it does not say so."""
+    schema = tool.function.parameters or {}
+    kind = schema.get("type", "object")
+    if kind != "object" and not (isinstance(kind, list) and "object" in kind):
+        name, shown = tool.function.name[:80], str(kind)[:80]
+        raise bad_field("tools", f"tools has {name!r} with parameters of type {shown!r}; allowed is 'object'")
+    return {**schema, "type": "object"}

@@ -11,6 +11,7 @@ from outrider.core.version import __version__
 from outrider.engine.answer import SpecStats
 from outrider.engine.engine import Engine
 from outrider.serve.service import Service
+from outrider.serve.status import spec_status
 
 WINDOW = 5.0
 """Seconds of the engine's work that count as lately."""
@@ -90,7 +91,7 @@ class Live:
 
 def status(service: Service, live: Live, engine: Engine) -> dict[str, Any]:
     """Read on the engine's thread."""
-    spec, blocks = engine.controller.status, engine.blocks
+    spec, blocks = spec_status(engine), engine.blocks
     return {
         "model": service.name,
         "version": __version__,
@@ -101,7 +102,7 @@ def status(service: Service, live: Live, engine: Engine) -> dict[str, Any]:
         "speculation": {
             "on": spec.on,
             "reason": spec.reason,
-            "drafter": spec.drafter or next(iter(engine.proposers)),
+            "drafter": spec.drafter,
             "draft_length": spec.draft_length,
         },
         "lately": live.lately(engine),

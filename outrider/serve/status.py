@@ -6,6 +6,7 @@ import time
 from dataclasses import asdict, replace
 from typing import Any
 
+from outrider.core.config import SpecConfig
 from outrider.engine.answer import SpecStats
 from outrider.engine.engine import Engine
 from outrider.serve.service import Service
@@ -35,11 +36,11 @@ def model(service: Service) -> dict[str, Any]:
 def speculation(engine: Engine) -> dict[str, Any]:
     """``/v1/speculation``: what is on, with what, and why; read on the engine's thread."""
     default, spec = next(iter(engine.proposers)), engine.spec
-    enabled = default != PLAIN and spec.num_speculative_tokens > 0
+    why_not = _why_not(default, spec)
     total = SpecStats.total(engine.metrics.spec.values())
     return {
-        "enabled": enabled,
-        "reason": _reason(default, spec.num_speculative_tokens),
+        "enabled": not why_not,
+        "reason": why_not or f"drafter {default}, up to {spec.num_speculative_tokens} draft tokens a step",
         "drafter": default,
         "drafters": list(engine.proposers),
         "num_speculative_tokens": spec.num_speculative_tokens,
@@ -66,12 +67,13 @@ def _shown(status: SpecStatus) -> dict[str, Any]:
     return {name: value for name, value in asdict(status).items() if name != "changed"} | {"changed_seconds_ago": since}
 
 
-def _reason(default: str, length: int) -> str:
+def _why_not(default: str, spec: SpecConfig) -> str:
+    """Why no request without wishes of its own gets drafts; "" where it may."""
     if default == PLAIN:
         return NO_DRAFTER
-    if length == 0:
-        return "num_speculative_tokens is 0"
-    return f"drafter {default}, up to {length} draft tokens a step"
+    if spec.speculation == "off":
+        return "speculation is off"
+    return "" if spec.num_speculative_tokens else "num_speculative_tokens is 0"
 
 
 def _counters(stats: SpecStats) -> dict[str, Any]:

@@ -114,7 +114,10 @@ def parse_calls(body: str) -> list[Call] | None:
         arguments = one.get("arguments", one.get("parameters", {}))
         if not isinstance(arguments, dict):
             return None
-        calls.append(Call(one["name"], json.dumps(arguments, ensure_ascii=False)))
+        try:
+            calls.append(Call(one["name"], json.dumps(arguments, ensure_ascii=False, allow_nan=False)))
+        except ValueError:  # Python reads NaN and numbers beyond all bounds, which are no JSON
+            return None
     return calls or None
 
 

@@ -80,4 +80,4 @@ class FixedLength(DraftController):
 
     @property
     def status(self) -> SpecStatus:
-        return SpecStatus(self.gamma > 0, "the draft length is fixed", "", self.gamma)
+        return SpecStatus(self.gamma > 0, f"the draft length is fixed at {self.gamma}", "", self.gamma)

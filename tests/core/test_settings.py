@@ -39,6 +39,7 @@ class Toy:
         ({"block_size": None}, "block_size is None; allowed is a whole number"),
         ({"ratio": -0.1}, "ratio is -0.1; allowed is a value >= 0"),
         ({"ratio": float("nan")}, "ratio is nan; allowed is a value >= 0"),
+        ({"ratio": float("inf")}, "ratio is inf; allowed is a finite number"),
         ({"ratio": "x"}, "ratio is 'x'; allowed is a number"),
         ({"kind": "fats"}, "kind is 'fats'; allowed is one of fast, exact (did you mean 'fast'?)"),
         ({"limit": 0}, "limit is 0; allowed is a value >= 1"),

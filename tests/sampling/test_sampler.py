@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -333,3 +334,16 @@ def test_counts_that_grew_with_the_answer_give_the_same_law_as_counting_anew() -
     assert dict(zip(ids.tolist(), times.tolist(), strict=True)) == {
         i: float([*tokens[100:], 1, 1].count(i)) for i in {*tokens, 1}
     }
+
+
+@pytest.mark.parametrize("rules", [{"banned_token_ids": (0, 1, 2)}, {"logit_bias": {0: 1e308}}])
+def test_only_a_rule_is_the_requests_fault(rules: dict[str, Any]) -> None:
+    sampler = Sampler(SamplingParams(temperature=0, **rules), 3, ())
+    sound = np.array([1.7e308, 0.0, 1.0])
+    with pytest.raises(SettingError) as caught:
+        sampler.dist(sound, [0], [])
+    assert caught.value.setting in rules
+    for broken in (math.nan, math.inf):
+        with pytest.raises(SettingError) as caught:
+            sampler.dist(np.array([0.0, 1.0, broken]), [0], [])
+        assert caught.value.setting is None

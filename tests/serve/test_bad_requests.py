@@ -292,3 +292,31 @@ def test_one_wrong_entry_is_enough(prompt: list[Any]) -> None:
     with pytest.raises(ValidationError) as caught:
         CompletionRequest.model_validate({"prompt": prompt})
     assert caught.value.error_count() < 10
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_token_ids": [7], "banned_token_ids": [7]}, "allowed_token_ids"),
+        ({}, "banned_token_ids"),  # all there are
+        ({"logit_bias": {"5": 1.7e308}, "repetition_penalty": 0.1}, "logit_bias"),
+        ({"repetition_penalty": 1e-310}, "repetition_penalty"),
+    ],
+)
+def test_rules_that_leave_nothing_to_draw_are_the_clients_fault(
+    llm: LLM, fields: dict[str, Any], param: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Found out only as the answer is made."""
+    if param == "banned_token_ids":
+        fields = {param: list(range(llm.engine.target.n_tokens))}
+
+    async def work() -> Any:
+        async with serving(llm.engine) as (client, _):
+            return await client.post("/v1/completions", json={"prompt": [5], "max_tokens": 2, **fields})
+
+    reply = run(work())
+    assert reply.status_code == 400, reply.text
+    error = reply.json()["error"]
+    assert (error["param"], error["type"]) == (param, "invalid_request_error")
+    assert param in error["message"]
+    assert not [record for record in caplog.records if record.levelname in ("ERROR", "CRITICAL")]

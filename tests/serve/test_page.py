@@ -142,6 +142,29 @@ def test_status_tells_what_runs(llm: LLM) -> None:
     run(work())
 
 
+@pytest.mark.parametrize(
+    ("drafter", "on", "reason"),
+    [
+        ({"method": "none"}, False, "the server was started without a drafter"),
+        ({"method": "ngram", "speculation": "off"}, False, "speculation is off"),
+        ({"method": "ngram", "speculation": "fixed:0"}, False, "num_speculative_tokens is 0"),
+        ({"method": "ngram", "speculation": "fixed:3"}, True, "drafter ngram, up to 3 draft tokens a step"),
+    ],
+)
+def test_all_who_tell_of_speculation_agree(folder: str, drafter: dict[str, Any], on: bool, reason: str) -> None:
+    async def work() -> tuple[Any, Any, str]:
+        async with serving(LLM(folder, drafter, kv_cache_mib=16).engine) as (client, _):
+            told = (await client.get("/v1/speculation")).json()
+            return told, (await client.get("/v1/status")).json()["speculation"], (await client.get("/metrics")).text
+
+    told, status, metrics = run(work())
+    assert (told["enabled"], told["reason"]) == (on, reason)
+    assert (told["controller"]["on"], status["on"]) == (on, on)
+    assert status["reason"] == told["controller"]["reason"]
+    assert status["drafter"] == told["controller"]["drafter"] == told["drafter"] == drafter["method"]
+    assert f"outrider:speculation_on {float(on)}" in metrics
+
+
 class Script:
     """An engine of which only the totals are there."""
 

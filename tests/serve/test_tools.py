@@ -62,7 +62,12 @@ def test_text_is_not_held_back_without_need() -> None:
     assert parser.push("box>") == ["<toolbox>"]
 
 
-@pytest.mark.parametrize("body", ["", "[]", "5", '"x"', '{"name": "f", "arguments": "text"}', "[1]", "[" * 100_000])
+NO_JSON = ['{"name": "f", "arguments": {"x": NaN}}', '{"name": "f", "arguments": {"x": [1e999]}}']
+
+
+@pytest.mark.parametrize(
+    "body", ["", "[]", "5", '"x"', '{"name": "f", "arguments": "text"}', "[1]", "[" * 100_000, *NO_JSON]
+)
 def test_what_is_no_call(body: str) -> None:
     assert parse_calls(body) is None
 
